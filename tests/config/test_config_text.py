@@ -1,7 +1,7 @@
 """A config as text: YAML that round-trips, JSON, trees, graphs, and Python that builds the same."""
 
-import functools
 import datetime
+import functools
 import json
 from pathlib import Path
 

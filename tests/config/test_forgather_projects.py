@@ -63,7 +63,10 @@ def test_the_command_line(letters, capsys):
     assert main(["run", letters]) == 0
     assert main(["run", f"{letters}/templates/configs/long/all.yaml", "--var", "second=z"]) == 0
     assert main(["config", "show", letters, "--preprocessed"]) == 0
-    assert capsys.readouterr().out == f"['a', 'b']\n['a', 'z', 'c']\nmeta: {{folder: '{letters}'}}\nmain:\n    - a\n    - b\n"
+    assert (
+        capsys.readouterr().out
+        == f"['a', 'b']\n['a', 'z', 'c']\nmeta: {{folder: '{letters}'}}\nmain:\n    - a\n    - b\n"
+    )
 
 
 def test_a_template_can_be_added(letters):
@@ -140,7 +143,9 @@ def test_the_other_project_is_trusted_as_far_as_the_config(write, outer, lab):
 
 
 def test_a_config_cannot_trust_anything_itself(write, letters):
-    text = "-- set x = 1\nmain: !call:trainformer.hf:from_project {project_dir: space/letters, pp_kwargs: {trust: [os]}}\n"
+    text = (
+        "-- set x = 1\nmain: !call:trainformer.hf:from_project {project_dir: space/letters, pp_kwargs: {trust: [os]}}\n"
+    )
     with pytest.raises(BadArgument, match="trust"):
         materialize(load_config(write(text))["main"])
     for name in ("trainformer.config:Project", "trainformer.hf:Project", "trainformer.config.project:Project"):

@@ -289,7 +289,7 @@ def test_an_undefined_variable_is_named(write, expression):
 @pytest.mark.parametrize("expression", ["now.__globals__", "joinpath.__globals__['os']", "uname", "repr.__self__"])
 def test_the_functions_open_no_door(write, expression):
     with pytest.raises(BadArgument):
-        load_config(write(f"-- set x = 1\na: \"{{{{ {expression} }}}}\"\n"))
+        load_config(write(f'-- set x = 1\na: "{{{{ {expression} }}}}"\n'))
 
 
 def test_errors_name_the_line_of_the_file(write):
@@ -301,7 +301,9 @@ def test_errors_name_the_line_of_the_file(write):
 
 
 def test_plain_yaml_has_the_new_tags_too(write):
-    config = load_config(write("a: !tuple [1, 2]\nb: !call:torch.nn:Linear {arg0: 2, arg1: 3}\nc: !lambda:torch.nn:ReLU\n"))
+    config = load_config(
+        write("a: !tuple [1, 2]\nb: !call:torch.nn:Linear {arg0: 2, arg1: 3}\nc: !lambda:torch.nn:ReLU\n")
+    )
     built = materialize(config)
     assert built["a"] == (1, 2)
     assert built["b"].out_features == 3

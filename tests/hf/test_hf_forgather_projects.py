@@ -97,7 +97,9 @@ def test_batches_are_padded_on_the_right_and_labelled(tokenizer):
     assert tokenizer.padding_side == "left"
     inputs, labels = hf.DataCollatorForCausalLM(tokenizer, labels_name=None, pad_to_multiple_of=8)(rows)
     assert inputs["input_ids"].shape == labels.shape == (2, 8)
-    given = hf.DataCollatorForCausalLM(tokenizer)([{"input_ids": [5, 6], "labels": [-100, 6]}, {"input_ids": [7], "labels": [7]}])
+    given = hf.DataCollatorForCausalLM(tokenizer)(
+        [{"input_ids": [5, 6], "labels": [-100, 6]}, {"input_ids": [7], "labels": [7]}]
+    )
     assert given["labels"].tolist() == [[-100, 6], [7, -100]]
     with pytest.raises(BadArgument, match="max_length of at most 64"):
         hf.DataCollatorForCausalLM(tokenizer, max_length=65)
@@ -105,7 +107,10 @@ def test_batches_are_padded_on_the_right_and_labelled(tokenizer):
 
 def test_positions_begin_anew_with_every_document(tokenizer):
     end = tokenizer.eos_token_id
-    rows = [{"input_ids": [5, 6, 7, 8], "document_starts": [0, 2]}, {"input_ids": [5, 6, 7, 8], "document_starts": [0, 1, 3]}]
+    rows = [
+        {"input_ids": [5, 6, 7, 8], "document_starts": [0, 2]},
+        {"input_ids": [5, 6, 7, 8], "document_starts": [0, 1, 3]},
+    ]
     batch = hf.DataCollatorForCausalLM(tokenizer)(rows)
     assert batch["position_ids"].tolist() == [[0, 1, 0, 1], [0, 0, 1, 0]]
     batch = hf.DataCollatorForCausalLM(tokenizer, packed_sequences=True)([{"input_ids": [5, end, 7, 8]}])
@@ -124,7 +129,9 @@ def test_datasets_are_tokenised(tokenizer):
     assert [row["input_ids"] for row in stream] == [tokenizer(text)["input_ids"] for text in texts[2:4]]
     shuffled = hf.preprocess_dataset(data, tokenizer, shuffle=True, seed=1)
     assert sorted(shuffled["input_ids"]) == sorted(tokenizer(text)["input_ids"] for text in texts)
-    half = hf.preprocess_dataset(data, tokenizer, distributed_environment=hf.StaticDistributedEnvironment(rank=1, world_size=2))
+    half = hf.preprocess_dataset(
+        data, tokenizer, distributed_environment=hf.StaticDistributedEnvironment(rank=1, world_size=2)
+    )
     assert len(half) == 5
     with pytest.raises(BadArgument, match="select_range"):
         hf.preprocess_dataset(data, tokenizer, select_range="all")
@@ -323,7 +330,9 @@ def test_a_tiny_llama_trains_from_the_command_line(tiny, capsys):
     pytest.importorskip("datasets")
     assert main(["run", tiny, "--var", "max_steps=4", "--trust", "datasets"]) == 0
     out = Path("llama/output_models/tiny")
-    assert {"checkpoint-2", "checkpoint-4", "model.safetensors", "config.json", "tokenizer.json"} <= set(os.listdir(out))
+    assert {"checkpoint-2", "checkpoint-4", "model.safetensors", "config.json", "tokenizer.json"} <= set(
+        os.listdir(out)
+    )
     state = hf.TrainerState.load_from_json(out / "checkpoint-4" / "trainer_state.json")
     trained = [record for record in state.log_history if "loss" in record]
     assert [record["step"] for record in trained] == [1, 2, 3, 4]

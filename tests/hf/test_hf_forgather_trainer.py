@@ -2,6 +2,7 @@
 
 import io
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ class Custom(hf.BaseTrainer[hf.BaseTrainingArguments]):
     """A trainer with its own loop, which sets everything up in `_prepare`."""
 
     def _prepare(self, train_dataset, eval_dataset):
-        self.state = hf.TrainerState(logging_steps=10, eval_steps=10, train_batch_size=8, max_steps=3, num_train_epochs=1)
+        self.state = hf.TrainerState(
+            logging_steps=10, eval_steps=10, train_batch_size=8, max_steps=3, num_train_epochs=1
+        )
         self.control = hf.TrainerControl()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
         self.lr_scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1)
@@ -313,8 +316,6 @@ def test_arguments_of_forgathers_trainer(tmp_path, caplog):
         hf.TrainingArguments(str(tmp_path), fuse_optim_with_backward=True)
     with pytest.raises(BadArgument, match="torch_compile with activation_memory_budget"):
         hf.TrainingArguments(str(tmp_path), activation_memory_budget=0.5)
-    with pytest.raises(BadArgument, match="delete its file from the checkpoint"):
-        hf.TrainingArguments(str(tmp_path), save_optimizer_state=False)
 
 
 # -- callbacks ---------------------------------------------------------------------------------------------------------
@@ -346,3 +347,122 @@ def test_max_new_tokens_of_generated_texts():
         "max_new_tokens": 7, "do_sample": False, "pad_token_id": 0,
     }  # fmt: skip
     assert given == {"max_new_tokens": 3}
+
+
+class Counter:
+    """A component of a user."""
+
+    def __init__(self):
+        self.count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+class WithComponent(hf.Trainer):
+    def __init__(self, *args, **kwargs):
+        self.counter, self.other = Counter(), Counter()
+        super().__init__(*args, **kwargs)
+
+    def get_state_components(self):
+        return [*super().get_state_components(), hf.StateComponent("counter", self.counter, required=False)]
+
+    def get_statefuls_for_save(self):
+        return {**super().get_statefuls_for_save(), "other": self.other}
+
+
+class CustomWithComponent(Custom):
+    counter = other = None
+
+    def get_state_components(self):
+        self.counter, self.other = self.counter or Counter(), self.other or Counter()
+        return [*super().get_state_components(), hf.StateComponent("counter", self.counter, required=False)]
+
+    def get_statefuls_for_save(self):
+        return {**super().get_statefuls_for_save(), "other": self.other}
+
+
+def test_components_of_a_subclass_are_saved_and_loaded(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    first = make(tmp_path, trainer=WithComponent, max_steps=2, **options)
+    first.counter.count, first.other.count = 7, 8
+    first.train()
+    again = make(tmp_path, trainer=WithComponent, max_steps=3, **options)
+    again.train(resume_from_checkpoint=True)
+    assert (again.counter.count, again.other.count) == (7, 8)
+
+
+def test_components_of_an_own_loop_are_saved_and_loaded(tmp_path):
+    first = custom(tmp_path, CustomWithComponent)
+    first.train()
+    first.get_state_components()
+    first.counter.count, first.other.count = 7, 8
+    first.save_checkpoint()
+    again = custom(tmp_path, CustomWithComponent)
+    again._prepare(None, None)
+    again.load_checkpoint()
+    assert (again.counter.count, again.other.count) == (7, 8)
+
+
+def test_states_that_are_not_saved_or_not_restored(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 0.1}
+    make(tmp_path / "a", max_steps=2, save_optimizer_state=False, save_rng_state=False, **options).train()
+    names = {path.name for path in (tmp_path / "a" / "checkpoint-2").iterdir()}
+    assert "scheduler.pt" in names
+    assert not {"optimizer.pt", "rng_state.pth"} & names
+    make(tmp_path / "b", max_steps=2, **options).train()
+    trainer = make(tmp_path / "b", max_steps=3, restore_optimizer_state=False, **options)
+    assert trainer.train(resume_from_checkpoint=True).global_step == 3
+    assert int(trainer.optimizer.state[next(iter(trainer.model.parameters()))]["step"]) == 1
+
+
+class Position:
+    """A loader that knows its position, but cannot be set to one."""
+
+    def state_dict(self):
+        return {"index": 3}
+
+
+def test_statefuls_by_name(tmp_path, caplog):
+    trainer = custom(tmp_path)
+    trainer._prepare(None, None)
+    trainer.train_dataloader = Position()
+    assert list(trainer.get_statefuls_for_save()) == ["optimizer", "scheduler", "trainer", "dataset", "rng"]
+    assert "dataset" not in trainer.get_statefuls_for_load()
+    assert "dataset has no method load_state_dict" in caplog.text
+    trainer.train_dataloader = [1, 2]
+    assert "dataset" not in trainer.get_statefuls_for_save()
+    assert "train_dataloader has no method state_dict" in caplog.text
+    trainer.args.save_dataset_state = False
+    assert list(trainer.get_statefuls_for_save()) == ["optimizer", "scheduler", "rng"]
+
+
+def test_checkpoints_that_forgather_wrote(tmp_path):
+    """Weights, and one file per component, in a folder below `checkpoints`."""
+    torch.manual_seed(3)
+    model = Classifier()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.25)
+    for number, step in enumerate((9, 4)):
+        folder = tmp_path / "checkpoints" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+        torch.save(optimizer.state_dict(), folder / "optimizer_state.pt")
+        torch.save({"global_step": step}, folder / "trainer_state.pt")
+        torch.save({"torch_rng_state": torch.get_rng_state(), "initial_seed": 3}, folder / "rng_state.pt")
+        os.utime(folder, (number + 1, number + 1))
+    (tmp_path / "checkpoints" / "checkpoint-99").mkdir()
+    drawn = torch.rand(1)
+    trainer = custom(tmp_path)
+    trainer._prepare(None, None)
+    config = hf.CheckpointConfig(output_dir=str(tmp_path))
+    manager = hf.CheckpointManager(config, None, trainer, trainer.model)
+    assert manager.resolve_checkpoint_path(None) == str(folder)  # written last
+    manager.load_checkpoint()
+    assert trainer.state.global_step == 4
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.25
+    assert torch.equal(torch.rand(1), drawn)
+    for name, value in parameters(model).items():
+        assert torch.equal(value, trainer.model.get_parameter(name))

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="a .yaml, .json, .toml or .py file (only .py is executed), or the folder of a Forgather project")
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        help="a .yaml, .json, .toml or .py file (only .py is executed), or the folder of a Forgather project",
+    )
     change = "change a value (a.b=3) or add one (+a.b=3); the value is YAML"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=change)
     add_variable_argument(parser, "the value of a variable of a template, of !var or of !secret")

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, NoReturn, get_args
 
+from trainformer.config.line_syntax import uses_line_syntax
 from trainformer.config.nodes import (
     Call,
     Config,
@@ -31,7 +32,6 @@ from trainformer.config.nodes import (
     free_name,
     is_shared,
 )
-from trainformer.config.line_syntax import uses_line_syntax
 from trainformer.config.templates import literal
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require

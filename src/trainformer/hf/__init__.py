@@ -44,6 +44,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "validate_checkpoint",
         ],
         "trainformer.hf.projects": [
+            "DistributedEnvInterface",
             "DistributedEnvironment",
             "StaticDistributedEnvironment",
             "TrainingScript",

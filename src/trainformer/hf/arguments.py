@@ -11,7 +11,13 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
-from trainformer.hf.argument_checks import check_forgather, check_forgather_trainer, check_supported, normalise, validate
+from trainformer.hf.argument_checks import (
+    check_forgather,
+    check_forgather_trainer,
+    check_supported,
+    normalise,
+    validate,
+)
 from trainformer.hf.argument_methods import ArgumentMethods
 
 #: Names of older versions of transformers.
@@ -28,10 +34,6 @@ _RENAMED = {
     "half_precision_backend": "fp16=True",
     "include_inputs_for_metrics": "include_for_metrics=['inputs']",
     "torchdynamo": "torch_compile_backend",
-    **dict.fromkeys(
-        [f"{verb}_{part}_state" for verb in ("save", "restore") for part in ("optimizer", "scheduler", "dataset", "rng")],
-        "nothing: everything is saved. To skip a component, delete its file from the checkpoint",
-    ),
 }
 
 
@@ -214,6 +216,14 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     fp8_recipe: str | None = None
     fp8_dim_alignment: int = 16
     qat_recipe: str | None = None
+    save_optimizer_state: bool = True  # False: not part of checkpoints, like the next three
+    save_scheduler_state: bool = True
+    save_dataset_state: bool = True  # the position in the data, and the progress of the run
+    save_rng_state: bool = True
+    restore_optimizer_state: bool = True  # False: not loaded from checkpoints, like the next three
+    restore_scheduler_state: bool = True
+    restore_dataset_state: bool = True
+    restore_rng_state: bool = True
     dispatch_batches: bool = False  # rank 0 reads the data and sends each rank its part
     strategy_options: dict | str | None = None  # options of the strategy of DDPTrainer, FSDPTrainer, ...
 

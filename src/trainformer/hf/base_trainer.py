@@ -39,6 +39,7 @@ from trainformer.hf.callback_view import CallbackView
 from trainformer.hf.checkpoint_manager import RNGState, TrainerCheckpoints
 from trainformer.hf.compat import ScriptMixin
 from trainformer.hf.distributed import join, this_process
+from trainformer.hf.forgather import StatefulsMixin, skipped_components
 from trainformer.hf.settings import CHECKPOINT_NAME, KEEP_ALL, monitored_metric, num_best_kept
 from trainformer.hf.task import save_pretrained_assets
 
@@ -55,7 +56,7 @@ class TrainOutput(NamedTuple):
     metrics: dict[str, Any]
 
 
-class BaseTrainer(ScriptMixin, ABC):
+class BaseTrainer(ScriptMixin, StatefulsMixin, ABC):
     """Base class of HF-style trainers. `callbacks` replace the default ones; `[]` means none."""
 
     __class_getitem__ = classmethod(GenericAlias)  # BaseTrainer[MyArguments], for type checkers
@@ -394,7 +395,12 @@ class BaseTrainer(ScriptMixin, ABC):
             return self._own_manager.load_checkpoint(checkpoint_path)
         path = self._checkpoint_at(checkpoint_path)
         states = read_states(path, TorchFiles(), self._join().rank, skips_deleted=True)
-        load_components(self.get_state_components(), states)
+        load_components(self._restored_components(), states)
+
+    def _restored_components(self) -> list[StateComponent]:
+        skipped = skipped_components(self.args, "restore")
+        parts = self.get_state_components()
+        return [part for part in (*parts, *self.extra_components(p.key for p in parts)) if part.key not in skipped]
 
     def _checkpoint_at(self, path: str | os.PathLike[str] | None) -> Path:
         if path is not None:
@@ -419,7 +425,9 @@ class BaseTrainer(ScriptMixin, ABC):
 
     def _components(self) -> list[StateComponent]:
         """The components under the names by which they are saved."""
-        return self.get_state_components()
+        parts = self.get_state_components()
+        parts += self.extra_components(part.key for part in parts)
+        return [part for part in parts if part.key not in skipped_components(self.args, "save")]
 
     def get_process_groups(self) -> dict[str, Any]:
         """Process groups by name, for components that are shared within one; empty for a single process."""

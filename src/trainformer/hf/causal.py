@@ -76,7 +76,9 @@ class DataCollatorForCausalLM:
         most = self.tokenizer.model_max_length
         self.max_length = pad_kwargs.get("max_length", most)
         if self.max_length > most:
-            raise BadArgument(expected(f"max_length of at most {most}, the tokenizer's model_max_length", self.max_length))
+            raise BadArgument(
+                expected(f"max_length of at most {most}, the tokenizer's model_max_length", self.max_length)
+            )
         if pad_kwargs.get("padding") != "max_length":
             pad_kwargs.pop("max_length", None)
         self.truncation, self.ignore_index, self.input_name = truncation, ignore_index, input_name

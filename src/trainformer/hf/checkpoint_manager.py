@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
 from trainformer.backends.torch import capture_random, restore_random
@@ -17,8 +19,11 @@ from trainformer.checkpointing.manifest import MANIFEST, InvalidCheckpoint, Mani
 from trainformer.checkpointing.store import Checkpoint, protect, read_verified
 from trainformer.checkpointing.torch_files import TorchFiles, write_component
 from trainformer.core.errors import DataError, expected
+from trainformer.hf.checkpoints import has_weights, model_weights
+from trainformer.hf.forgather import skipped_components
 from trainformer.hf.settings import CHECKPOINT_NAME, KEEP_ALL
 from trainformer.hf.task import save_pretrained_assets
+from trainformer.utils.tensor_files import read_tensors
 
 logger = logging.getLogger("trainformer")
 
@@ -39,8 +44,13 @@ class RNGState:
         return capture_random()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore it."""
-        restore_random(state)
+        """Restore it; Forgather's own checkpoints have the generators of torch only."""
+        if "torch_rng_state" not in state:
+            restore_random(state)
+            return
+        torch.set_rng_state(state["torch_rng_state"])
+        if "cuda_rng_state" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda_rng_state"])
 
 
 @runtime_checkable
@@ -51,7 +61,7 @@ class StatefulProvider(Protocol):
         """The components of a checkpoint."""
 
     def get_process_groups(self) -> dict[str, Any]:
-        """Process groups by name."""
+        """Process groups by name, for components that are shared within one."""
 
 
 @runtime_checkable
@@ -140,12 +150,14 @@ class CheckpointManager:
         elif checkpoint_id is not None:
             naming = f"checkpoint-{checkpoint_id}"
         store = CheckpointStore(folder, naming)
-        checkpointer = Checkpointer(
-            self.stateful_provider.get_state_components, TorchFiles(), store, Retention(last=keep or KEEP_ALL)
-        )
+        checkpointer = Checkpointer(self._saved_components, TorchFiles(), store, Retention(last=keep or KEEP_ALL))
         path = checkpointer.save(self._step(store))
         checkpointer.close()  # raises if the save failed
         return str(path)
+
+    def _saved_components(self) -> list[StateComponent]:
+        skipped = skipped_components(getattr(self.stateful_provider, "args", None), "save")
+        return [part for part in self.stateful_provider.get_state_components() if part.key not in skipped]
 
     def _step(self, store: CheckpointStore) -> int:
         state = getattr(self.stateful_provider, "state", None)
@@ -160,7 +172,14 @@ class CheckpointManager:
             where = checkpoint_path or self.config.output_dir
             raise DataError(expected("a checkpoint to load", f"none in {where}", "Pass the path of one."))
         logger.info("resuming from %s", path)
-        load_components(self.stateful_provider.get_state_components(), read_states(Path(path), TorchFiles(), skips_deleted=True))
+        args = getattr(self.stateful_provider, "args", None)
+        skipped = skipped_components(args, "restore")
+        components = [part for part in self.stateful_provider.get_state_components() if part.key not in skipped]
+        if (Path(path) / MANIFEST).is_file():
+            states = read_states(Path(path), TorchFiles(), skips_deleted=True)
+        else:
+            states = read_forgather(Path(path), self.model, [part.key for part in components])
+        load_components(components, states)
 
     def resolve_checkpoint_path(self, checkpoint_path: str | None) -> str | None:
         """The path if there is a checkpoint, by default that of the newest one; else None, with a warning."""
@@ -215,13 +234,17 @@ class TrainerCheckpoints:
 
 def resolve_checkpoint(folder: str | os.PathLike[str], path: str | None) -> str | None:
     """A checkpoint: the one at the path, or the newest in the folder; None with a warning if there is none."""
-    if path is not None and (Path(path) / MANIFEST).is_file():
-        return str(path)
-    newest = CheckpointStore(Path(folder), skips_deleted=True).newest() if path is None else None
-    if newest is None:
+    found = find_latest_checkpoint(folder) if path is None else str(path) if validate_checkpoint(path) else None
+    if found is None:
         logger.warning("there is no checkpoint in %s", folder if path is None else path)
-        return None
-    return str(newest.path)
+    return found
+
+
+def read_forgather(path: Path, model: nn.Module, keys: Sequence[str]) -> dict[str, Any]:
+    """The states in a checkpoint that Forgather wrote: weights, and files such as `optimizer_state.pt`."""
+    files = {key: path / f"{key}_state.pt" for key in keys}
+    states = {key: read_tensors(file) for key, file in files.items() if file.exists()}
+    return {"model": model_weights(path, model), **states}
 
 
 def set_protected(path: str, on: bool = True) -> None:
@@ -231,15 +254,22 @@ def set_protected(path: str, on: bool = True) -> None:
 
 
 def validate_checkpoint(checkpoint_path: str | os.PathLike[str]) -> bool:
-    """Whether a folder is a checkpoint with all its files."""
+    """Whether a folder is a checkpoint: of ours with all its files, of HF or Forgather with weights."""
+    path = Path(checkpoint_path)
+    if not (path / MANIFEST).exists():
+        return path.is_dir() and has_weights(path)
     try:
-        read_verified(Path(checkpoint_path))
-    except InvalidCheckpoint:
+        read_verified(path, skips_deleted=True)
+    except InvalidCheckpoint as error:
+        logger.warning("%s", error)
         return False
     return True
 
 
 def find_latest_checkpoint(model_dir: str | os.PathLike[str]) -> str | None:
-    """The newest checkpoint in a folder."""
+    """The newest checkpoint in a folder, or in `checkpoints` below it, where Forgather writes them."""
     newest = CheckpointStore(Path(model_dir), skips_deleted=True).newest()
-    return None if newest is None else str(newest.path)
+    if newest is not None:
+        return str(newest.path)
+    others = [*Path(model_dir).glob("checkpoint-*"), *Path(model_dir, "checkpoints").glob("checkpoint-*")]
+    return max(map(str, filter(validate_checkpoint, others)), key=os.path.getmtime, default=None)

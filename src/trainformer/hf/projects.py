@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -103,6 +103,18 @@ def dependency_list(*values: Any) -> Any:
     if not values:
         raise BadArgument(expected("dependency_list to get at least one value", "none"))
     return values[0]
+
+
+class DistributedEnvInterface(Protocol):
+    """What a `distributed_env` has."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    device: str
 
 
 @dataclass(kw_only=True)

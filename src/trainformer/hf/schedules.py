@@ -56,7 +56,9 @@ class InfiniteLRScheduler(LRScheduler):
                 raise BadArgument(expected(f"{name} above 0", value))
         if 0 <= checkpoint_step < warmup_steps + cooldown_steps:
             do = "Warm-up and cool-down have to end before."
-            raise BadArgument(expected(f"checkpoint_step of at least {warmup_steps + cooldown_steps}", checkpoint_step, do))
+            raise BadArgument(
+                expected(f"checkpoint_step of at least {warmup_steps + cooldown_steps}", checkpoint_step, do)
+            )
         self.warmup_steps, self.cooldown_steps, self.constant_lr = warmup_steps, cooldown_steps, constant_lr
         self.min_lr, self.tau, self.checkpoint_step = min_lr, tau, checkpoint_step
         super().__init__(optimizer, last_epoch)

@@ -32,8 +32,8 @@ from trainformer.hf.collate import as_dataset, collator_for
 from trainformer.hf.compat import check_overrides
 from trainformer.hf.dataloaders import is_stream
 from trainformer.hf.evaluation import EvaluatingTrainer
-from trainformer.hf.forgather import check_environment, combined_callbacks, factories, takes_outputs
 from trainformer.hf.features import MemoryMetrics, callbacks_of, prepare_model, set_log_level, training_features
+from trainformer.hf.forgather import check_environment, combined_callbacks, factories, takes_outputs
 from trainformer.hf.hub import HubMixin
 from trainformer.hf.optimizers import OptimizerMixin
 from trainformer.hf.run import HfHandle, HfRun, LogRelay

@@ -15,7 +15,6 @@ from typing import Any
 from trainformer.callbacks.compat import CallbackAdapter
 from trainformer.callbacks.compat.handlers import call_handler
 from trainformer.callbacks.compat.huggingface_types import (
-    EVENTS,
     IntervalStrategy,
     TrainerCallback,
     TrainerControl,

@@ -163,10 +163,10 @@ class TextgenCallback(WritingCallback):
         unknown = {name for name in self.generation_config if name not in known}
         for name in sorted(unknown):
             hint = did_you_mean(name, known)
-            logger.warning("generation_config: %r is no option of transformers' generate, and is left out. %s", name, hint)
-        self.generation_config = {
-            name: value for name, value in self.generation_config.items() if name not in unknown
-        }
+            logger.warning(
+                "generation_config: %r is no option of transformers' generate, and is left out. %s", name, hint
+            )
+        self.generation_config = {name: value for name, value in self.generation_config.items() if name not in unknown}
 
 
 @contextmanager
