@@ -21,12 +21,18 @@ LETTERS = {
         "-- block names\n"
         "-- endblock names\n"
     ),
-    "space/common/list_base.yaml": "meta: {folder: '{{ project_dir }}'}\nmain:\n-- block items required\n<< endblock items\n",
+    "space/common/list_base.yaml": (
+        "meta: {folder: '{{ project_dir }}'}\nmain:\n-- block items required\n<< endblock items\n"
+    ),
     "space/letters/meta.yaml": (
         '-- extends "defaults.yaml"\n[names]\nname: "Letters"\ndefault_config: "short.yaml"\ndescription: "a, b, c"\n'
     ),
-    "space/letters/templates/configs/short.yaml": '-- extends "list_base.yaml"\n[items]\n    - a\n    - {{ second | default("b") }}\n',
-    "space/letters/templates/configs/long/all.yaml": '-- extends "configs/short.yaml"\n[items]\n    == super()\n    - c\n',
+    "space/letters/templates/configs/short.yaml": (
+        '-- extends "list_base.yaml"\n[items]\n    - a\n    - {{ second | default("b") }}\n'
+    ),
+    "space/letters/templates/configs/long/all.yaml": (
+        '-- extends "configs/short.yaml"\n[items]\n    == super()\n    - c\n'
+    ),
     "space/letters/templates/configs/plain.yaml": "main: [x]\n",
 }
 
@@ -84,7 +90,7 @@ def test_what_is_missing_is_named(letters, write):
     with pytest.raises(DataError, match=r"a folder with meta.yaml, received 'space/common'"):
         Project(project_dir="space/common")
     write("searchdir: templates\n", "odd/meta.yaml")
-    with pytest.raises(BadArgument, match="searchdir in .*meta.yaml to be a list"):
+    with pytest.raises(BadArgument, match=r"searchdir in .*meta.yaml to be a list"):
         Project(project_dir="odd")
 
 
@@ -192,7 +198,8 @@ def test_latent_arguments_are_checked_too(write):
 
 
 def test_a_user_may_trust_them(write):
-    text = "-- set x = 1\n.define: &net !call:torch.nn:Linear [2, 2]\nmain: !call:call [ !call:getattr [ *net, requires_grad_ ], false ]\n"
+    net = ".define: &net !call:torch.nn:Linear [2, 2]\n"
+    text = f"-- set x = 1\n{net}main: !call:call [ !call:getattr [ *net, requires_grad_ ], false ]\n"
     config = load_config(write(text))
     with pytest.raises(BadArgument, match="--trust getattr"):
         materialize(config["main"])
@@ -202,7 +209,8 @@ def test_a_user_may_trust_them(write):
 
 
 def test_methods_of_trusted_code_may_be_called(write, lab):
-    text = "-- set x = 1\nmain: !call:call [ !call:getattr [ !call:lab:Trainer {model_cfg: 1, optimizer_cfg: 2}, train ] ]\n"
+    made = "!call:lab:Trainer {model_cfg: 1, optimizer_cfg: 2}"
+    text = f"-- set x = 1\nmain: !call:call [ !call:getattr [ {made}, train ] ]\n"
     assert materialize(load_config(write(text))["main"]) is None
 
 

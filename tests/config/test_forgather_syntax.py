@@ -268,11 +268,17 @@ def test_functions_without_a_module(write):
 
 
 def test_templates_know_paths_and_times(write):
-    text = (
-        "-- set path = joinpath('a', '..', 'b', 'model.py')\n"
-        "path: {{ normpath(path) }}\nname: {{ modname_from_path(path) }}\nparts: {{ splitext(basename(path)) | list | toyaml }}\n"
-        "here: {{ getcwd() }}\nwhen: \"{{ isotime() }}\"\nnothing: {{ missing | toyaml(none) }}\nmany: {{ {'b': [1, 'x']} | toyaml }}\n"
-    )
+    lines = [
+        "-- set path = joinpath('a', '..', 'b', 'model.py')",
+        "path: {{ normpath(path) }}",
+        "name: {{ modname_from_path(path) }}",
+        "parts: {{ splitext(basename(path)) | list | toyaml }}",
+        "here: {{ getcwd() }}",
+        'when: "{{ isotime() }}"',
+        "nothing: {{ missing | toyaml(none) }}",
+        "many: {{ {'b': [1, 'x']} | toyaml }}",
+    ]
+    text = "\n".join(lines)
     config = load_config(write(text))
     assert (config["path"], config["name"], config["parts"]) == ("b/model.py", "model", ["model", ".py"])
     assert config["here"] == str(Path.cwd())

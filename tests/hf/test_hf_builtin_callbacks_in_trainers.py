@@ -84,7 +84,8 @@ def test_a_progress_callback_replaces_the_default_one_and_a_second_one_prints_no
     run(hf, ProgressCallback(console=Console(file=file)), ProgressCallback(output_stream=other), disable_tqdm=False)
     shown = [line.split()[0] for line in file.getvalue().splitlines() if "  loss " in line]
     assert (shown.count("step"), shown.count("val")) == (3, 2)
-    assert other.getvalue() == "" and "  loss " not in capsys.readouterr().out
+    assert other.getvalue() == ""
+    assert "  loss " not in capsys.readouterr().out
 
 
 def test_the_callback_that_ends_a_run_is_named():

@@ -190,7 +190,8 @@ BASE = """\
 -- endblock config_metadata
 -- endfilter
 distributed_env: &distributed_env !singleton:trainformer.hf:DistributedEnvironment@distributed_env
-tokenizer: &tokenizer !singleton:transformers:AutoTokenizer.from_pretrained@tokenizer ["{{ joinpath(project_dir, 'tokenizer') }}"]
+tokenizer: &tokenizer !singleton:transformers:AutoTokenizer.from_pretrained@tokenizer
+    - "{{ joinpath(project_dir, 'tokenizer') }}"
 
 [model]
 model_config: &model_config !call:transformers:LlamaConfig

@@ -62,7 +62,7 @@ def test_state_control_and_callbacks_can_be_set(tmp_path):
     assert trainer.callbacks == [second, first]
     trainer.callbacks.remove(first)
     assert [*trainer.callbacks] == [second]
-    assert trainer.callbacks + [first] == [second, first]
+    assert trainer.callbacks[:1] == [second]
 
 
 class Listener:

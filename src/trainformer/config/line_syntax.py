@@ -25,7 +25,7 @@ _FORMS = {
     "==": "{{{{ {} }}}}",
     "=>": "{{{{ {}|trim('\\n')}}}}",
 }
-_WORDS = "extends block endblock set endset include import from if elif else endif for endfor macro endmacro filter endfilter"
+_WORDS = "extends block endblock set include import from if elif else endif for endfor macro endmacro filter endfilter"
 _MARK = re.compile(rf"^\s*(?:(?:--|<<|>>)\s+(?:{_WORDS.replace(' ', '|')})\b|(?:==|=>)\s+[\w'\"(])", re.MULTILINE)
 
 

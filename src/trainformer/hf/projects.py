@@ -57,9 +57,9 @@ def build_rule(
     loader: Callable[[], Any],
     prerequisites: Sequence[str | os.PathLike[str]] = (),
 ) -> Any:
-    """What `loader` returns, after `recipe` made the file `target`, unless it exists and is newer than all prerequisites.
+    """What `loader` returns, after `recipe` made the file `target`.
 
-    Of several processes on a machine one makes it, and the others wait.
+    It is not made if it exists and no prerequisite is newer. Of several processes on a machine one makes it, and the others wait.
 
     >>> folder = Path(tempfile.mkdtemp())
     >>> recipe = lambda: print("made") or (folder / "width").write_text("8")
