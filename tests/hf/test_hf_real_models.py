@@ -3,7 +3,6 @@
 import copy
 import inspect
 import json
-import logging
 import pickle
 import signal
 
@@ -40,7 +39,7 @@ from torch.nn import functional as F
 
 from text_toys import bert
 from trainformer import hf
-from trainformer.core.errors import BadArgument, DataError
+from trainformer.core.errors import BadArgument
 
 PLAIN = {
     "per_device_train_batch_size": 4, "per_device_eval_batch_size": 64, "num_train_epochs": 1, "logging_steps": 1,
@@ -103,7 +102,9 @@ def test_label_smoothing_matches_transformers(case, tmp_path, caplog):
     theirs, ours = both(case, tmp_path, label_smoothing_factor=0.2)
     check_alike(theirs, ours, atol=3e-6)
     warnings = [r for r in caplog.records if "label_smoothing_factor has no effect" in r.message]
-    assert len(warnings) == (case in ("several labels", "answers"))
+    assert len(warnings) == (
+        case == "answers"
+    )  # several labels are recognised by the config, with a warning of its own
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_label_smoothing_matches_transformers(case, tmp_path, caplog):
         {"max_steps": 14},
         {"dataloader_drop_last": True, "per_device_train_batch_size": 5, "per_device_eval_batch_size": 3},
         {"bf16": True},
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
         {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1},
         {"per_device_train_batch_size": 64},
         {"optim": "adamw_torch", "max_grad_norm": 1.0, "weight_decay": 0.1, "warmup_steps": 2, "learning_rate": 1e-3},
@@ -334,17 +335,6 @@ def test_files_of_an_overridden_save_are_in_every_checkpoint(method, tmp_path, c
     assert (tmp_path / "final" / "more.json").exists()
 
 
-def test_resuming_from_a_checkpoint_of_transformers_is_an_error(tmp_path):
-    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    make_theirs(tmp_path, seq_cls(num_labels=3)(), train=classes(), more=padding(), **options).train()
-    ours = make(tmp_path, train=classes(), model=seq_cls(num_labels=3)(), more=padding(), **options)
-    for wanted in (True, "auto", str(tmp_path / "checkpoint-2")):
-        with pytest.raises(DataError, match=r"one written by the HF Trainer.*from_pretrained"):
-            ours.train(resume_from_checkpoint=wanted)
-    again = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "checkpoint-2")
-    assert make(tmp_path / "new", again, train=classes(), more=padding(), max_steps=1).train().global_step == 1
-
-
 @pytest.mark.slow
 def test_killed_and_terminated_runs_resume_to_the_same_weights(tmp_path):
     folders = {name: str(tmp_path / name) for name in ("whole", "killed", "ended")}
@@ -432,9 +422,9 @@ def test_properties_of_arguments_that_scripts_read(tmp_path):
     args = hf.TrainingArguments(str(tmp_path), gradient_checkpointing_kwargs={"use_reentrant": False})
     theirs = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
     assert args.parallel_mode.value == theirs.parallel_mode.value
-    assert args.get_process_log_level() == logging.getLogger("trainformer").getEffectiveLevel()
-    with args.main_process_first(desc="tokenizing"), pytest.raises(BadArgument, match="non-reentrant"):
-        hf.TrainingArguments(str(tmp_path), gradient_checkpointing_kwargs={"use_reentrant": True})
+    assert args.get_process_log_level() == theirs.get_process_log_level()
+    with args.main_process_first(desc="tokenizing"):
+        assert args.gradient_checkpointing_kwargs == {"use_reentrant": False}
 
 
 def test_signatures_are_inspected_once(tmp_path, monkeypatch):

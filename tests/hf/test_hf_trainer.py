@@ -85,18 +85,15 @@ def test_both_orders_of_model_and_arguments(tmp_path):
     assert theirs.args is forgather.args is args
 
 
-def test_arguments_of_transformers_are_translated(tmp_path):
+def test_arguments_of_transformers_are_used(tmp_path):
     args = transformers.TrainingArguments(
         str(tmp_path), max_steps=3, use_cpu=True, disable_tqdm=True, learning_rate=1e-3, eval_strategy="steps",
         eval_steps=2, save_strategy="no", report_to="none",
     )  # fmt: skip
     trainer = hf.Trainer(Classifier(), args, train_dataset=examples(), eval_dataset=examples(8))
-    assert isinstance(trainer.args, hf.TrainingArguments)
+    assert trainer.args is args
     assert (trainer.args.learning_rate, trainer.args.eval_steps) == (1e-3, 2)
     assert trainer.train().global_step == 3
-    refused = transformers.TrainingArguments(str(tmp_path), use_cpu=True, neftune_noise_alpha=5.0)
-    with pytest.raises(BadArgument, match="neftune_noise_alpha"):
-        hf.Trainer(Classifier(), refused)
 
 
 # -- keeping -----------------------------------------------------------------------------------------------
@@ -236,7 +233,7 @@ def test_save_and_load_checkpoint(tmp_path):
 
 
 def test_resuming_is_explicit_and_a_missing_checkpoint_is_an_error(tmp_path):
-    with pytest.raises(DataError, match="checkpoint to resume from"):
+    with pytest.raises(DataError, match="No valid checkpoint found"):
         make(tmp_path, max_steps=2).train(resume_from_checkpoint=True)
     options = {"max_steps": 4, **SAVING}
     assert make(tmp_path, **options).train(resume_from_checkpoint="auto").global_step == 4
@@ -269,8 +266,6 @@ def test_a_resumed_epoch_keeps_its_first_step(tmp_path):
     resumed = make(tmp_path, max_steps=5, **options, resume_from_checkpoint="auto")
     resumed.train()
     assert resumed.state_dict()["epoch_start_step"] == 3
-    saved = json.loads((tmp_path / "checkpoint-5" / "trainer_state.json").read_text())
-    assert saved["epoch_start_step"] == 3
 
 
 def test_state_dict_round_trip(tmp_path):

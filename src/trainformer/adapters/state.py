@@ -20,7 +20,7 @@ from trainformer.core.errors import BadArgument, DataError, expected
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-_NAME = "default"
+_DEFAULT = "default"
 # Parts of the names of an adapter's own weights; the rest of an adapted layer is frozen.
 _TRAINED = (".lora_", ".trainable_tokens_")
 
@@ -35,7 +35,7 @@ def adapter_state_dict(model: nn.Module, embeddings: bool | None = None) -> dict
     inner = adapted_model(model)
     whole = _embeddings_resized(inner) if embeddings is None else embeddings
     # Embeddings are collected here: peft omits a resized output layer if the input layer is adapted.
-    state = dict(peft().get_peft_model_state_dict(inner, adapter_name=_NAME, save_embedding_layers=False))
+    state = dict(peft().get_peft_model_state_dict(inner, adapter_name=_name(inner), save_embedding_layers=False))
     if whole:
         seen = {tensor.data_ptr() for tensor in state.values()}
         for name, tensor in _embedding_weights(inner).items():
@@ -67,7 +67,7 @@ def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
                 rows = state[name].shape[0]
                 do = f"The vocabulary was resized: call model.resize_token_embeddings({rows}) first."
         raise DataError(expected("the weights of an adapter like that of the model", "; ".join(problems), do))
-    peft().set_peft_model_state_dict(inner, dict(state), adapter_name=_NAME)
+    peft().set_peft_model_state_dict(inner, dict(state), adapter_name=_name(inner))
 
 
 def save_adapter(model: nn.Module, folder: FolderPath, embeddings: bool | None = None) -> list[str]:
@@ -89,7 +89,7 @@ def save_adapter(model: nn.Module, folder: FolderPath, embeddings: bool | None =
 def save_adapter_config(model: nn.Module, folder: FolderPath) -> None:
     """Write the adapter's configuration, without its weights."""
     inner = adapted_model(model)
-    config = copy.deepcopy(inner.peft_config[_NAME])
+    config = copy.deepcopy(inner.peft_config[_name(inner)])
     config.inference_mode = True  # for peft; load_adapter sets it to False
     base = type(inner.get_base_model())
     # Without a task type, peft's Auto classes need the class of the base model.
@@ -100,14 +100,24 @@ def save_adapter_config(model: nn.Module, folder: FolderPath) -> None:
 def save_adapter_beside(model: nn.Module, weights: Path) -> list[str]:
     """Make a checkpoint folder readable for `PeftModel.from_pretrained`: add the configuration and link `weights`.
 
-    Links the checkpoint's own file, because the model may have trained on while it was written in the background.
+    As with peft, an adapter with another name than "default" gets a folder of that name. Links the checkpoint's own
+    file, because the model may have trained on while it was written in the background.
     """
-    save_adapter_config(model, weights.parent)
+    name = _name(adapted_model(model))
+    folder = weights.parent if name == _DEFAULT else weights.parent / name
+    folder.mkdir(exist_ok=True)
+    save_adapter_config(model, folder)
     try:
-        os.link(weights, weights.parent / WEIGHTS_FILE)
+        os.link(weights, folder / WEIGHTS_FILE)
     except OSError:  # no hard links
-        shutil.copyfile(weights, weights.parent / WEIGHTS_FILE)
+        shutil.copyfile(weights, folder / WEIGHTS_FILE)
     return [CONFIG_FILE, WEIGHTS_FILE]
+
+
+def _name(model: Any) -> str:
+    """The name of the adapter that is trained."""
+    active = model.active_adapter
+    return active if isinstance(active, str) else active[0]
 
 
 def load_adapter(model: nn.Module, folder: FolderPath) -> nn.Module:
@@ -147,7 +157,7 @@ def _embeddings_resized(model: Any) -> bool:
     rows, before = vocabulary_size(base), base_vocabulary_size(base)
     if rows is None or before is None or rows == before:
         return False
-    indices = getattr(model.peft_config[_NAME], "trainable_token_indices", None)
+    indices = getattr(model.peft_config[_name(model)], "trainable_token_indices", None)
     if not indices or rows < before:
         return True
     lists = list(indices.values()) if isinstance(indices, dict) else [indices]

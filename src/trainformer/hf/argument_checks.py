@@ -15,7 +15,7 @@ import torch
 
 from trainformer.backends.torch.memory import sdpa_backends
 from trainformer.backends.torch.quantize import check_recipes
-from trainformer.callbacks.compat.huggingface_types import IntervalStrategy, SaveStrategy
+from trainformer.callbacks.compat.huggingface_types import IntervalStrategy, Name, SaveStrategy
 from trainformer.core.errors import BadArgument, expected
 from trainformer.hf.distributed import AcceleratorConfig, this_process
 
@@ -53,7 +53,7 @@ def normalise(args: Any) -> None:
     args.save_strategy = _choice(SaveStrategy, "save_strategy", args.save_strategy)
     for name in ("lr_scheduler_type", "optim", "hub_strategy"):
         value = getattr(args, name)
-        setattr(args, name, str(getattr(value, "value", value)))
+        setattr(args, name, Name(getattr(value, "value", value)))
     args.debug = _words(args.debug)
     args.disable_tqdm = bool(args.disable_tqdm)
     args.max_grad_norm = 0.0 if args.max_grad_norm is None else args.max_grad_norm

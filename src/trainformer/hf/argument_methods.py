@@ -96,6 +96,10 @@ class ArgumentMethods:
         """All fields as JSON. Secrets are masked."""
         return json.dumps(mask(self.to_dict()), indent=2)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without tokens: `training_args.bin` is part of checkpoints."""
+        return {name: None if name.endswith("_token") else value for name, value in vars(self).items()}
+
     def __repr__(self) -> str:
         lines = (f"{name}={value},\n" for name, value in sorted(mask(self.to_dict()).items()))
         return f"{type(self).__name__}(\n{''.join(lines)})"

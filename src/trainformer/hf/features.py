@@ -78,6 +78,9 @@ def prepare_model(model: nn.Module, args: Any) -> None:
 def training_features(model: nn.Module, args: Any) -> Iterator[None]:
     """Liger's kernels, noise on the embeddings, and detection of overflows, during training."""
     handles = []
+    if args.gradient_checkpointing and args.gradient_checkpointing_kwargs:
+        inner: Any = inner_model(model)
+        inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(args.gradient_checkpointing_kwargs))
     if args.use_liger_kernel:
         liger = require("transformers.integrations.liger", "hf", "for use_liger_kernel")
         liger.apply_liger_kernel(model, args.liger_kernel_config)

@@ -73,7 +73,8 @@ def settings_of(
         fp8_dim_alignment=args.fp8_dim_alignment,
         qat_recipe=args.qat_recipe,
         compile=_compile(args),
-        gradient_checkpointing=args.gradient_checkpointing,
+        # With options of its own it is enabled by `features.training_features`.
+        gradient_checkpointing=args.gradient_checkpointing and not args.gradient_checkpointing_kwargs,
         activation_offload=args.enable_activation_offloading,
         matmul_precision=tf32 or args.float32_matmul_precision,
         num_workers=args.dataloader_num_workers,

@@ -279,14 +279,14 @@ class Bridge:
     def _epochs(trainer: Any, args: Any) -> int:
         """The number of epochs, the last of which may be partial."""
         batches, planned = trainer.train_dataloader.batches_per_epoch, trainer.total_steps
-        if args.max_steps > 0 and batches and planned:
+        if getattr(args, "max_steps", -1) > 0 and batches and planned:
             return math.ceil(planned / math.ceil(batches / args.gradient_accumulation_steps))
         return math.ceil(args.num_train_epochs)
 
     def best(self, trainer: Any) -> tuple[float | None, int | None]:
         """The best value of the monitored metric, and its step."""
         run, args = trainer.state, arguments_of(trainer)
-        if args.metric_for_best_model is None and not getattr(args, "preserve_best_model", False):
+        if getattr(args, "metric_for_best_model", "loss") is None and not getattr(args, "preserve_best_model", False):
             return None, None
         value = run.best_metrics.get(trainer.monitor_metric)
         return value, (run.best_step if value is not None else None)

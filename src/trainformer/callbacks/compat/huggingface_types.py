@@ -32,6 +32,21 @@ class IntervalStrategy(enum.StrEnum):
     EPOCH = "epoch"
 
 
+class Name(str):
+    """A name that has a `value`, like the enums of HF.
+
+    >>> Name("linear").value, Name("linear") == "linear"
+    ('linear', True)
+    """
+
+    __slots__ = ()
+
+    @property
+    def value(self) -> str:
+        """The name as a plain text."""
+        return str(self)
+
+
 class SaveStrategy(enum.StrEnum):
     """When checkpoints are written: like `IntervalStrategy`, or after each evaluation that is the best so far.
 
