@@ -59,7 +59,9 @@ class TrainOutput(NamedTuple):
 class BaseTrainer(ScriptMixin, StatefulsMixin, ABC):
     """Base class of HF-style trainers. `callbacks` replace the default ones; `[]` means none."""
 
-    __class_getitem__ = classmethod(GenericAlias)  # BaseTrainer[MyArguments], for type checkers
+    def __class_getitem__(cls, arguments: Any) -> Any:
+        """`BaseTrainer[MyArguments]`, for type checkers."""
+        return GenericAlias(cls, arguments)
 
     checkpoint_manager: Any = None  # a subclass may create its own in `_prepare`
 
@@ -165,8 +167,8 @@ class BaseTrainer(ScriptMixin, StatefulsMixin, ABC):
                 stack.enter_context(torch.autograd.detect_anomaly(check_nan=True))
             if args.dynamo_recompile_limit is not None:
                 stack.enter_context(torch._dynamo.config.patch(recompile_limit=args.dynamo_recompile_limit))
-            if getattr(args, "activation_memory_budget", None) is not None:
-                budget = args.activation_memory_budget
+            budget = getattr(args, "activation_memory_budget", None)
+            if budget is not None:
                 stack.enter_context(torch._functorch.config.patch(activation_memory_budget=budget))
             if args.full_determinism:
                 before = torch.are_deterministic_algorithms_enabled()
