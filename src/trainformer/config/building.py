@@ -250,8 +250,8 @@ _Takes = Mapping[str, inspect.Parameter] | None
 def signature_of(target: Any) -> _Takes:
     """The parameters of a class or function; `None` if they are unknown, as of some that are written in C."""
     try:
-        takes = inspect.signature(target).parameters
-        inner = getattr(target, "__func__", None)
+        takes: Mapping[str, inspect.Parameter] = inspect.signature(target).parameters
+        inner: Any = getattr(target, "__func__", None)
         if inspect.ismethod(target) and inspect.ismethod(getattr(inner, "__wrapped__", None)):
             # A copied class method, such as AutoModel.from_config: inspect removes the class twice.
             own = inspect.signature(inner, follow_wrapped=False).parameters

@@ -39,7 +39,8 @@ def builtin(name: str, is_known: Callable[[Any], bool], is_trusted: bool) -> Cal
     """The function of a name. `is_known` tells whether a config may use the methods of a class."""
     if name in _PLAIN:
         return _PLAIN[name]
-    plain = {"getattr": getattr, "getitem": operator.getitem, "call": _call}[name]
+    functions: dict[str, Callable[..., Any]] = {"getattr": getattr, "getitem": operator.getitem, "call": _call}
+    plain = functions[name]
     if is_trusted:
         return plain
     if name == "call":

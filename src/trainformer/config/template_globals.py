@@ -19,7 +19,7 @@ _FILE_TIME = "%Y-%m-%dT%H-%M-%S"
 
 def template_globals() -> dict[str, Any]:
     """The functions by name."""
-    paths = {
+    paths: dict[str, Callable[..., Any]] = {
         "joinpath": os.path.join,
         "normpath": os.path.normpath,
         "abspath": os.path.abspath,

@@ -93,7 +93,7 @@ def _environment(folders: Sequence[str | os.PathLike[str]], templates: Templates
 
         def __init__(self) -> None:
             super().__init__([os.fspath(folder) for folder in folders], encoding="utf-8-sig")
-            self.inline = {name: (text, None, lambda: True) for name, text in templates.more.items()}
+            self.inline: dict[str, Any] = {name: (text, None, lambda: True) for name, text in templates.more.items()}
 
         def get_source(self, environment: Any, template: str) -> Any:
             text, file, is_current = self.inline.get(template) or super().get_source(environment, template)

@@ -59,7 +59,8 @@ def build_rule(
 ) -> Any:
     """What `loader` returns, after `recipe` made the file `target`.
 
-    It is not made if it exists and no prerequisite is newer. Of several processes on a machine one makes it, and the others wait.
+    It is not made if it exists and no prerequisite is newer. Of several processes on a machine one makes it, and the
+    others wait.
 
     >>> folder = Path(tempfile.mkdtemp())
     >>> recipe = lambda: print("made") or (folder / "width").write_text("8")

@@ -65,7 +65,7 @@ class InfiniteLRScheduler(LRScheduler):
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
         """The learning rate of each parameter group at the current step."""
-        return [self._rate(base, self.last_epoch) for base in self.base_lrs]
+        return [self._rate(float(base), self.last_epoch) for base in self.base_lrs]
 
     def _rate(self, base: float, step: int) -> float:
         if step < self.warmup_steps:

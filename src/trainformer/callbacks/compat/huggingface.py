@@ -49,7 +49,7 @@ def is_huggingface_callback(callback: Any) -> bool:
     classes = type(callback).__mro__
     if any(c.__name__ == "TrainerCallback" and c.__module__.startswith("transformers") for c in classes):
         return True
-    methods = [getattr(type(callback), name, None) for name in dir(type(callback)) if name.startswith("on_")]
+    methods: list[Any] = [getattr(type(callback), name, None) for name in dir(type(callback)) if name.startswith("on_")]
     codes = [method.__code__ for method in methods if hasattr(method, "__code__")]
     if any(code.co_varnames[: code.co_argcount][1:4] == ("args", "state", "control") for code in codes):
         return True
