@@ -28,12 +28,13 @@ PUBLIC = {
     "merge_lora model_from_config save_lora save_model",
     "trainformer.data.augment": "BatchAugment MultiView byol classification dino fresh_keys mae moco moco_v3 simclr "
     "uniforms",
-    "trainformer.hf": "AccelTrainer BaseTrainer BaseTrainingArguments DDPTrainer DivergenceDetector EvalPrediction "
-    "FSDPTrainer GradLogger InfoCallback IntervalStrategy JsonLogger MinimalTrainingArguments "
-    "PeakMemory PipelineTrainer PredictionOutput ProgressCallback SharingPattern StateComponent "
-    "TBLogger TPTrainer TextgenCallback TrainOutput Trainer TrainerCallback TrainerControl "
-    "TrainerState TrainingArguments logits_from_outputs loss_and_logits_from_outputs "
-    "loss_from_outputs",
+    "trainformer.hf": "AccelTrainer BaseTrainer BaseTrainingArguments BestRun DDPTrainer DivergenceDetector "
+    "EvalLoopOutput EvalPrediction FSDPTrainer GradLogger HubUnavailable InfoCallback "
+    "IntervalStrategy JsonLogger MinimalTrainingArguments PeakMemory PipelineTrainer PredictionOutput "
+    "PrinterCallback ProgressCallback SaveStrategy Seq2SeqTrainer Seq2SeqTrainingArguments "
+    "SharingPattern StateComponent TBLogger TPTrainer TextgenCallback TrainOutput Trainer "
+    "TrainerCallback TrainerControl TrainerState TrainingArguments logits_from_outputs "
+    "loss_and_logits_from_outputs loss_from_outputs",
     "trainformer.mini": "BaseHook BaseTrainer CheckpointingHook CudaMaxMemoryHook EmaHook ImageFileLoggerHook "
     "LoggingHook NonFiniteGradients ProgressHook WandbHook key_average map_nested_tensor",
     "trainformer.jax": "BaseTrainer DPOConfig DPOTrainer EasyDeLState ImageClassificationTrainer LoRAConfig SFTConfig "

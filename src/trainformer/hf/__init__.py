@@ -15,6 +15,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "TrainingArguments",
         ],
         "trainformer.hf.base_trainer": ["BaseTrainer", "TrainOutput"],
+        "trainformer.hf.hub": ["HubUnavailable"],
+        "trainformer.hf.search": ["BestRun"],
         "trainformer.hf.trainer": [
             "AccelTrainer",
             "DDPTrainer",
