@@ -26,7 +26,7 @@ class EvaluatingTrainer(SteppingTrainer):
     _run: HfRun | None
     _eval_data: Any
     compute_metrics: Callable[..., Mapping[str, Any] | None] | None
-    _called_by_run = False  # during an evaluation that the run asked for, and whose metrics it logs itself
+    _called_by_run = False  # during an evaluation that the run asked for, which sends the metrics to its loggers
     model_preparation_time: float | None = None
 
     def _ready_run(self, eval_dataset: Any = None) -> HfRun:
@@ -59,8 +59,6 @@ class EvaluatingTrainer(SteppingTrainer):
         )
         metrics = output.metrics
         metrics |= self._speed(metric_key_prefix, began, output.num_samples)
-        if self._called_by_run:
-            return metrics
         metrics["epoch"] = self.state.epoch
         self.log(metrics)
         self._dispatch_event("on_evaluate", metrics=metrics)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
@@ -31,7 +31,6 @@ class HfRun(TorchRun):
 
     owner: HfHandle
     eval_dataloader: Any = None  # of the latest evaluation, for callbacks
-    extra_metrics: Mapping[str, Any] = {}  # of the latest evaluation: what is no number, under HF names
     _saved_path: str | None = None
 
     @property
@@ -68,12 +67,13 @@ class HfRun(TorchRun):
         finally:
             front._called_by_run = False
         numbers = {name: value for name, value in found.items() if isinstance(value, Real) and name != "epoch"}
-        self.extra_metrics = {name: value for name, value in found.items() if not isinstance(value, Real)}
         self._last_metrics = metrics = {from_hf_name(name): value for name, value in numbers.items()}
         self.backend.schedule.observe(metrics.get(self.settings.monitor_metric))
         for callback in self.callbacks:
             if hasattr(callback, "compute_metrics"):
                 metrics |= callback.compute_metrics(self.owner, metrics) or {}
+        if metrics:
+            front._bridge.skip_record()  # that of the run: `evaluate` has logged its own
         return metrics
 
     # -- checkpoints -----------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class HfHandle(TorchTrainerApi):
     processing_class = property(lambda self: self.front.processing_class)
     task = property(lambda self: self._run.task)
     lr = property(lambda self: self._run.settings.lr)
-    extra_metrics = property(lambda self: self._run.extra_metrics)
+    logs_evaluations = True  # in `evaluate`, with `on_log` and `on_evaluate`
     monitor_metric = property(lambda self: self._run.settings.monitor_metric)
 
     def was_set(self, name: str) -> bool:

@@ -117,14 +117,16 @@ class Seq2SeqTrainer(Trainer):
         with torch.no_grad():
             return inner.generate(**given, **options)
 
-    def _generation_limits(self, model: Any) -> tuple[int | None, int | None]:
-        config = getattr(getattr(model, "module", model), "generation_config", None)
-        length = getattr(config, "max_length", None)
-        return (20 if length is None else length), getattr(config, "max_new_tokens", None)
+    def _generation_limits(self, model: Any) -> tuple[int, int | None]:
+        """`max_length` and `max_new_tokens` of the generation config; without a limit, 20 from now on, as in HF."""
+        config = getattr(model, "module", model).generation_config
+        if config.max_length is None:
+            config.max_length = 20
+        return config.max_length, config.max_new_tokens
 
-    def _padded(self, tokens: Tensor, max_length: int | None, max_new_tokens: int | None) -> Tensor:
+    def _padded(self, tokens: Tensor, max_length: int, max_new_tokens: int | None) -> Tensor:
         """Tokens padded to the length limit of the generation config, so that batches have one length."""
-        if max_length is not None and tokens.shape[-1] < max_length:
+        if tokens.shape[-1] < max_length:
             return self._pad_tensors_to_max_len(tokens, max_length)
         if max_new_tokens is not None and tokens.shape[-1] < max_new_tokens + 1:
             return self._pad_tensors_to_max_len(tokens, max_new_tokens + 1)

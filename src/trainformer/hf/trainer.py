@@ -353,7 +353,7 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
         if self._record is not None:
             self._record.update(logs)  # an override of `log` adds to the record that the run is writing
             return self.control
-        if self._run is not None and self._run.loop is not None:
+        if self._run is not None and self._run.loop is not None and not self._called_by_run:
             self._run.log({from_hf_name(name): value for name, value in logs.items()}, self._run.state.step)
         return super().log(logs)
 

@@ -131,6 +131,8 @@ class HuggingFaceCallback(CallbackAdapter):
             self._flush_epoch_end(trainer)
 
     def _eval_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
+        if getattr(trainer, "logs_evaluations", False):
+            return
         # In `on_evaluate`, `best_metric` is still that of earlier evaluations: callbacks compare with it.
         self.bridge.shows_previous_best = True
         try:
@@ -314,13 +316,17 @@ class Bridge:
     def sync_history(self, trainer: Any) -> None:
         """Translate the log history of the run; a resumed run has one from the start."""
         run = trainer.state
-        if self._synced > run.log_records:  # an earlier state was loaded
+        if self._synced > run.log_records + 1:  # an earlier state was loaded; 1: a record was skipped in advance
             self._synced = 0
             self.state.log_history.clear()
         new = min(run.log_records - self._synced, len(run.log_history))
         for record in run.log_history[len(run.log_history) - new :]:
             append_record(self.state.log_history, to_hf_metrics(record))
         self._synced = run.log_records
+
+    def skip_record(self) -> None:
+        """The next record of the run is not translated: it is in the history already."""
+        self._synced += 1
 
     def logs_of(self, trainer: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Metrics under HF names, as one dict that all callbacks share and may add to. Also added to the history."""
@@ -329,8 +335,6 @@ class Bridge:
             self.sync_history(trainer)
             self.refresh(trainer)
             logs = {**to_hf_metrics(metrics), "epoch": self.state.epoch}
-            if any(name.startswith("val/") for name in metrics):
-                logs |= getattr(trainer, "extra_metrics", {})
             if getattr(arguments_of(trainer), "include_num_input_tokens_seen", "no") != "no":
                 logs["num_input_tokens_seen"] = trainer.state.tokens
             self._logs = metrics, logs
