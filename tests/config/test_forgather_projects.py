@@ -92,6 +92,12 @@ def test_what_is_missing_is_named(letters, write):
     write("searchdir: templates\n", "odd/meta.yaml")
     with pytest.raises(BadArgument, match=r"searchdir in .*meta.yaml to be a list"):
         Project(project_dir="odd")
+    write("config_prefix: [a]\n", "odd/meta.yaml")
+    with pytest.raises(BadArgument, match=r"config_prefix in .*meta.yaml to be a name"):
+        Project(project_dir="odd")
+    Path("odd/meta.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="text in UTF-8"):
+        Project(project_dir="odd")
 
 
 def test_a_project_without_a_workspace_or_search_path(write):

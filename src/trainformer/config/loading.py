@@ -134,7 +134,8 @@ def _existing(file: Path) -> Path:
     raise DataError(expected("the file of a config", str(file), did_you_mean(file.name, names) or "There is none."))
 
 
-def _text(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """The text of a file in UTF-8."""
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -164,7 +165,7 @@ class _Rendered:
     def of(file: Path, variables: Mapping[str, Any], templates: Templates, name: str = "") -> _Rendered:
         from trainformer.config.templates import preprocess
 
-        text = _text(file)
+        text = read_text(file)
         rendered = preprocess(file, text, variables, templates, name)
         return _Rendered(rendered, rendered != text, templates.line_syntax)
 
@@ -176,7 +177,7 @@ def _render(
     from trainformer.config.project_meta import find_project
     from trainformer.config.templates import Templates
 
-    if meta is None and not uses_line_syntax(_text(file)):
+    if meta is None and not uses_line_syntax(read_text(file)):
         return _Rendered.of(file, variables, Templates(search))
     meta = meta or find_project(file)
     if meta is None:
@@ -210,7 +211,7 @@ def _read_json(file: Path) -> Any:
         return values
 
     try:
-        return json.loads(_text(file), object_pairs_hook=once)
+        return json.loads(read_text(file), object_pairs_hook=once)
     except RecursionError:
         raise BadArgument(
             f"Expected a config of reasonable depth, received one that is nested too deeply ({file})."
@@ -225,7 +226,7 @@ def _read_json(file: Path) -> Any:
 
 def _read_toml(file: Path) -> Any:
     try:
-        return tomllib.loads(_text(file))
+        return tomllib.loads(read_text(file))
     except tomllib.TOMLDecodeError as error:
         raise BadArgument(f"Expected TOML that can be read, received in {file}: {error}.") from error
 

@@ -146,7 +146,11 @@ class ConfigList(list[Any]):
 
 
 class ConfigTuple(tuple[Any, ...]):
-    """A tuple in a config, written as !tuple."""
+    """A tuple in a config, written as !tuple.
+
+    >>> ConfigTuple([1, 2])
+    (1, 2)
+    """
 
     name: str | None = None
     place: Place | None = None
@@ -180,7 +184,11 @@ class Missing:
 
 @dataclass(frozen=True)
 class Var:
-    """`!var name` in Forgather's syntax: a variable that gets its value when something is built."""
+    """`!var name` in Forgather's syntax: a variable that gets its value when something is built.
+
+    >>> Var("width", default=8) == Var("width", 8)
+    True
+    """
 
     name: str
     default: Any = Missing

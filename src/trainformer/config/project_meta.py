@@ -83,6 +83,7 @@ class ProjectMeta:
 
 def read_meta(project_dir: str | os.PathLike[str]) -> ProjectMeta:
     """Read `meta.yaml` of a project."""
+    from trainformer.config.loading import read_text
     from trainformer.config.yaml_format import parse_yaml
 
     folder = os.path.abspath(project_dir)
@@ -93,8 +94,7 @@ def read_meta(project_dir: str | os.PathLike[str]) -> ProjectMeta:
     templates = Templates(
         (folder, str(workspace / WORKSPACE)), line_syntax=True, known=project_globals(folder, str(workspace))
     )
-    text = file.read_text(encoding="utf-8-sig")
-    rendered = preprocess(file, text, {}, templates, META)
+    rendered = preprocess(file, read_text(file), {}, templates, META)
     given = parse_yaml(rendered, Source(file=str(file)), {}, Place(str(file), 1, preprocessed=True), forgather=True)
     given = {} if given is None else given
     if not isinstance(given, Mapping):
@@ -102,6 +102,9 @@ def read_meta(project_dir: str | os.PathLike[str]) -> ProjectMeta:
     search = given.get("searchdir") or [os.path.join(folder, "templates")]
     if not isinstance(search, list) or not all(isinstance(entry, str) for entry in search):
         raise BadArgument(expected(f"searchdir in {file} to be a list of folders", search))
+    for key in ("config_prefix", "default_config"):
+        if not isinstance(given.get(key, ""), str):
+            raise BadArgument(expected(f"{key} in {file} to be a name", given[key]))
     return ProjectMeta(
         project_dir=str(project_dir),
         workspace_root=str(workspace),

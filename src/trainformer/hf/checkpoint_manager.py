@@ -106,7 +106,11 @@ class ExtensibleTrainer(Protocol):
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    """Where checkpoints are written, and how many are kept."""
+    """Where checkpoints are written, and how many are kept.
+
+    >>> CheckpointConfig(output_dir="out", save_total_limit=2).save_total_limit
+    2
+    """
 
     output_dir: str
     save_total_limit: int | None = None
@@ -254,7 +258,11 @@ def set_protected(path: str, on: bool = True) -> None:
 
 
 def validate_checkpoint(checkpoint_path: str | os.PathLike[str]) -> bool:
-    """Whether a folder is a checkpoint: of ours with all its files, of HF or Forgather with weights."""
+    """Whether a folder is a checkpoint: of ours with all its files, of HF or Forgather with weights.
+
+    >>> validate_checkpoint("no such folder")
+    False
+    """
     path = Path(checkpoint_path)
     if not (path / MANIFEST).exists():
         return path.is_dir() and has_weights(path)
@@ -267,7 +275,11 @@ def validate_checkpoint(checkpoint_path: str | os.PathLike[str]) -> bool:
 
 
 def find_latest_checkpoint(model_dir: str | os.PathLike[str]) -> str | None:
-    """The newest checkpoint in a folder, or in `checkpoints` below it, where Forgather writes them."""
+    """The newest checkpoint in a folder, or in `checkpoints` below it, where Forgather writes them.
+
+    >>> find_latest_checkpoint("no such folder") is None
+    True
+    """
     newest = CheckpointStore(Path(model_dir), skips_deleted=True).newest()
     if newest is not None:
         return str(newest.path)

@@ -37,6 +37,13 @@ def from_project(
 
     `pp_kwargs` are variables of its templates, all other keyword arguments values of its `!var`. It is trusted as far
     as the config that names it. With `pp_debug` the config is logged.
+
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> (folder / "templates/configs").mkdir(parents=True)
+    >>> _ = (folder / "meta.yaml").write_text("name: sizes")
+    >>> _ = (folder / "templates/configs/all.yaml").write_text("main: !call:len [ !var 'names' ]")
+    >>> from_project(str(folder), names=["a", "b"])
+    2
     """
     project = Project(config_template, project_dir, trust=TRUST.get(), **(pp_kwargs or {}))
     if pp_debug:
