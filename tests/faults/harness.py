@@ -387,7 +387,7 @@ def without_clock(tree):
 
 
 def _is_clock(name) -> bool:
-    # The number of compilations depends on the process, like times; so does its log folder in `trainformer.hf`.
-    exactly = ("time", "seconds", "run_dir", "save_dir", "logging_dir", "train/recompilations")
+    # The number of compilations depends on the process, like times; so does what it resumes from in `trainformer.hf`.
+    exactly = ("time", "seconds", "run_dir", "save_dir", "logging_dir", "resume", "train/recompilations")
     ends = ("_per_second", "save_seconds", "memory_gb", "runtime")
     return isinstance(name, str) and (name in exactly or name.endswith(ends))

@@ -10,8 +10,18 @@ import pytest
 import torch
 import transformers
 from hf_toys import Classifier, examples
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertForSequenceClassification
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    DataCollatorWithPadding,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
 
 from trainformer import hf
 from trainformer.core.errors import DataError
@@ -207,3 +217,60 @@ def test_changed_arguments_are_reported(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "trainformer"):
         train("trainformer", tmp_path / "b", resume=str(tmp_path / "checkpoint-4"), max_steps=6, save_steps=5)
     assert "save_steps: 5 (from args) != 4 (from trainer_state.json)" in caplog.text
+
+
+def lora(name):
+    return get_peft_model(bert(), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"), name)
+
+
+def tied():
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2))
+
+
+def sentences():
+    """The first label, which has no prediction, is masked: transformers would count it in the mean."""
+    rows = [example["input_ids"] for example in texts()]
+    return [{"input_ids": row, "labels": torch.cat([torch.tensor([-100]), row[1:]])} for row in rows]
+
+
+MODELS = {
+    "adapter": (lambda: lora("default"), texts),
+    "named adapter": (lambda: lora("mine"), texts),
+    "tied weights": (tied, sentences),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_adapters_and_tied_weights_move_between_the_libraries(case, tmp_path):
+    make, data = MODELS[case]
+
+    def run(library, folder, resume=None):
+        module = LIBRARIES[library]
+        args = module.TrainingArguments(
+            str(tmp_path / folder), num_train_epochs=2, per_device_train_batch_size=8, learning_rate=1e-2,
+            logging_steps=1, save_steps=3, use_cpu=True, report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = module.Trainer(make(), args, train_dataset=data())
+        trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
+        return losses(trainer)
+
+    whole = run("transformers", "theirs")
+    assert run("trainformer", "ours") == pytest.approx(whole, rel=1e-5)
+    assert run("trainformer", "a", "theirs/checkpoint-3") == pytest.approx(whole, rel=1e-5)
+    assert run("transformers", "b", "ours/checkpoint-3") == pytest.approx(whole, rel=1e-5)
+
+
+def test_the_tokenizer_of_the_collator_is_saved(tmp_path):
+    vocabulary = {"[UNK]": 0, "[PAD]": 1, **{f"word{i}": i for i in range(2, 32)}}
+    words = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]")
+    args = hf.TrainingArguments(str(tmp_path), max_steps=1, save_steps=1, use_cpu=True)
+    trainer = hf.Trainer(bert(), args, train_dataset=texts(), data_collator=DataCollatorWithPadding(tokenizer))
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    for folder in ("checkpoint-1", "final"):
+        assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / folder)) == len(tokenizer)
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        assert (config["architectures"], config["dtype"]) == (["BertForSequenceClassification"], "float32")
+        assert (tmp_path / folder / "training_args.bin").exists()

@@ -174,7 +174,7 @@ def test_a_model_with_an_adapter(tmp_path):
     options = {"train": sequences(), "more": {"data_collator": padded}, "learning_rate": 1e-2, **SAVING}
     whole = make(tmp_path / "run", adapted(), max_steps=6, **options)
     whole.train()
-    saved = load_file(tmp_path / "run" / "checkpoint-6" / "model.safetensors")
+    saved = load_file(tmp_path / "run" / "checkpoint-6" / "adapter_model.safetensors")
     opened = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "run" / "checkpoint-6"
     )

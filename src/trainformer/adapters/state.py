@@ -104,14 +104,23 @@ def save_adapter_beside(model: nn.Module, weights: Path) -> list[str]:
     file, because the model may have trained on while it was written in the background.
     """
     name = _name(adapted_model(model))
-    folder = weights.parent if name == _DEFAULT else weights.parent / name
+    folder = weights.parent
+    if name != _DEFAULT and folder.name != name:
+        folder = folder / name
     folder.mkdir(exist_ok=True)
     save_adapter_config(model, folder)
-    try:
-        os.link(weights, folder / WEIGHTS_FILE)
-    except OSError:  # no hard links
-        shutil.copyfile(weights, folder / WEIGHTS_FILE)
+    if weights != folder / WEIGHTS_FILE:
+        try:
+            os.link(weights, folder / WEIGHTS_FILE)
+        except OSError:  # no hard links
+            shutil.copyfile(weights, folder / WEIGHTS_FILE)
     return [CONFIG_FILE, WEIGHTS_FILE]
+
+
+def adapter_file(model: nn.Module) -> str:
+    """Where peft stores the weights of a model's adapter, relative to the folder of a checkpoint."""
+    name = _name(adapted_model(model))
+    return WEIGHTS_FILE if name == _DEFAULT else f"{name}/{WEIGHTS_FILE}"
 
 
 def _name(model: Any) -> str:

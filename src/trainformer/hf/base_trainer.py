@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.attention import sdpa_kernel
 
-from trainformer.adapters.base import unwrap_model
+from trainformer.adapters.base import is_adapted, unwrap_model
 from trainformer.backends.torch.memory import sdpa_backends
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.compat.handlers import call_handler
@@ -35,8 +35,12 @@ from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.distributed import TorchProcessGroup
 from trainformer.engine.state import append_record
 from trainformer.hf.arguments import BaseTrainingArguments, MinimalTrainingArguments, arguments_from
+<<<<<<< HEAD
 from trainformer.hf.callback_view import CallbackView
 from trainformer.hf.checkpoint_manager import RNGState, TrainerCheckpoints
+=======
+from trainformer.hf.checkpoints import ARGUMENTS, place_adapter
+>>>>>>> i17-hfloop
 from trainformer.hf.compat import ScriptMixin
 from trainformer.hf.distributed import join, this_process
 from trainformer.hf.forgather import StatefulsMixin, skipped_components
@@ -318,7 +322,14 @@ class BaseTrainer(ScriptMixin, StatefulsMixin, ABC):
         folder.mkdir(parents=True, exist_ok=True)
         if not self._skips_weights:
             write_component(folder, "model", "weights", self._weights() if state_dict is None else state_dict)
-        save_pretrained_assets(self.make_model(), self.processing_class, folder)
+            if is_adapted(self.make_model()):
+                place_adapter(folder, self.make_model())
+        save_pretrained_assets(self.make_model(), self._saved_processor(), folder)
+        torch.save(self.args, folder / ARGUMENTS)
+
+    def _saved_processor(self) -> Any:
+        """What is saved beside the model: the processing class, or else the tokenizer of the collator."""
+        return self.processing_class or getattr(self.data_collator, "tokenizer", None)
 
     def save_checkpoint_assets(self, folder: Path) -> list[str]:
         """Write the files of a checkpoint besides its state, including those of an overridden `save_model`.
@@ -327,7 +338,7 @@ class BaseTrainer(ScriptMixin, StatefulsMixin, ABC):
         """
         before = set(folder.iterdir())
         if type(self).save_model is BaseTrainer.save_model and type(self)._save is BaseTrainer._save:
-            save_pretrained_assets(self.make_model(), self.processing_class, folder)
+            save_pretrained_assets(self.make_model(), self._saved_processor(), folder)
             return sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
         own = folder / "saved_by_user"
         own.mkdir()

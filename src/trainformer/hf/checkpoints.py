@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainformer.adapters.base import is_adapted, unwrap_model
+from trainformer.adapters.state import adapter_file
 from trainformer.callbacks.compat.huggingface import HuggingFaceCallback, from_hf_name
 from trainformer.callbacks.compat.huggingface_types import TrainerState
 from trainformer.checkpointing.components import StateComponent
@@ -41,11 +42,17 @@ _IMPLEMENTATION = ("fused", "foreach", "capturable")
 
 
 class HfFiles(TorchFiles):
-    """Files under the names that transformers reads."""
+    """Files under the names that transformers and peft read."""
+
+    def __init__(self, model: nn.Module, on_device: bool = False) -> None:
+        super().__init__(on_device)
+        self._model = model
 
     def write(self, folder: Path, component: StateComponent, state: Any, process_group: Any) -> list[str]:
         names = super().write(folder, component, state, process_group)
         renamed = {"schedule.pt": "scheduler.pt"}
+        if component.key == "model" and is_adapted(self._model) and names == ["model.safetensors"]:
+            return [place_adapter(folder, self._model)]
         if component.key == "rng" and process_group.is_single_process:
             torch.save({**state, "cpu": state["torch"]}, folder / names[0])
             renamed[names[0]] = "rng_state.pth"
@@ -91,7 +98,16 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 def has_weights(path: Path) -> bool:
     """Whether a folder has weights, of ours, of HF or of Forgather."""
-    return (path / MANIFEST).exists() or any((path / name).exists() for name in _WEIGHTS) or any(path.glob("step_*"))
+    found = (path / MANIFEST).exists() or any((path / name).exists() for name in _WEIGHTS)
+    return found or any(path.glob("*/adapter_model.safetensors")) or any(path.glob("step_*"))
+
+
+def place_adapter(folder: Path, model: nn.Module) -> str:
+    """Rename the weights of an adapter to what peft reads; the new name."""
+    name = adapter_file(model)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / "model.safetensors").rename(folder / name)
+    return name
 
 
 # -- reading ---------------------------------------------------------------------------------------------------
@@ -143,8 +159,7 @@ def _read_theirs(path: Path, run: HfRun) -> dict[str, Any]:
 def model_weights(path: Path, model: nn.Module) -> dict[str, Tensor]:
     """The weights in a folder, whole or in shards; weights that HF does not write are filled in from the model."""
     if is_adapted(model):
-        active = getattr(unwrap_model(model), "active_adapter", "default")
-        places = [path / "adapter_model.safetensors", path / str(active) / "adapter_model.safetensors"]
+        places = [path / adapter_file(model), path / "adapter_model.safetensors"]
         found = next((place for place in places if place.exists()), None)
         if found is None:
             raise DataError(expected(f"the weights of an adapter in {path}", "none"))

@@ -59,8 +59,8 @@ class EvaluatingTrainer(SteppingTrainer):
         )
         metrics = output.metrics
         metrics |= self._speed(metric_key_prefix, began, output.num_samples)
-        metrics["epoch"] = self.state.epoch
         self.log(metrics)
+        metrics.setdefault("epoch", self.state.epoch)
         self._dispatch_event("on_evaluate", metrics=metrics)
         return metrics
 

@@ -49,7 +49,7 @@ class HfRun(TorchRun):
 
     def __init__(self, owner: HfHandle, task: Any, settings: RunSettings, **options: Any) -> None:
         super().__init__(owner, task, settings, **options)
-        self.files = HfFiles(getattr(self.files, "on_device", False))
+        self.files = HfFiles(task.model, getattr(self.files, "on_device", False))
         self._saves_model_only = False
         self._not_saved: set[str] = set()
 
@@ -127,6 +127,8 @@ class HfRun(TorchRun):
         else:
             self.load_states([c for c in self.components() if c.key in states], states, path, chosen)
         if only is None:
+            if (path / STATE).exists():
+                self.task.flos = TrainerState.load_from_json(path / STATE).total_flos
             self._restore_callbacks(path)
             report_changes(self.owner.front.args, path)
             if self.owner.front.args.ignore_data_skip:

@@ -86,10 +86,16 @@ class SteppingTrainer(LoadingTrainer):
 
     is_deepspeed_enabled = is_fsdp_enabled = is_model_parallel = False  # strategies of our own instead
 
-    def floating_point_ops(self, inputs: Any) -> int:
-        """The floating point operations of a forward and backward pass, if the model can estimate them."""
-        model = inner_model(self.make_model())
-        return model.floating_point_ops(inputs) if hasattr(model, "floating_point_ops") else 0
+    def floating_point_ops(self, inputs: Any) -> float:
+        """Floating point operations of a step, estimated as 6 per input and parameter without embeddings.
+
+        0 for models without `num_parameters`. Override it to count those.
+        """
+        model: Any = inner_model(self.make_model())
+        main = inputs.get(getattr(model, "main_input_name", "input_ids"))
+        if main is None or not hasattr(model, "num_parameters"):
+            return 0
+        return 6 * main.numel() * model.num_parameters(exclude_embeddings=True)
 
     # -- accelerator ---------------------------------------------------------------------------------------
 

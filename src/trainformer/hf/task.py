@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainformer.adapters.base import is_adapted, unwrap_model
-from trainformer.adapters.state import adapter_state_dict, load_adapter_state_dict, save_adapter_beside
+from trainformer.adapters.state import adapter_file, adapter_state_dict, load_adapter_state_dict, save_adapter_beside
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import BackwardDone, Mean
 from trainformer.data.sharding import batch_length
@@ -52,6 +52,9 @@ class ModelTask(TaskBase):
         self._wraps_loss = front._overrides("compute_loss_context_manager", "autocast_smart_context_manager")
         self._prepares = front._overrides("_prepare_inputs", "_prepare_input")
         self.window_weight: Any = None  # of the current step; known if the user has overridden `training_step`
+        self.flos = 0.0  # floating point operations of the run, as HF estimates them
+        self._flos_per_input: float | None = None
+        self._counts_by_user = front._overrides("floating_point_ops")
 
     # -- data ----------------------------------------------------------------------------------------------
 
@@ -63,6 +66,7 @@ class ModelTask(TaskBase):
 
     def train_step(self, batch: Any) -> Mean | BackwardDone:
         inputs = _shallow_copy(batch)
+        self._count_flos(inputs)
         if self._steps_by_user:
             return self._user_step(inputs)
         if self._prepares:
@@ -86,6 +90,18 @@ class ModelTask(TaskBase):
             raise BadArgument(expected("training_step to return its loss as a scalar tensor", received, do))
         # The losses of all micro-batches add up to that of the step.
         return BackwardDone(loss.detach().reshape(()) * self.window_weight, weight)
+
+    def _count_flos(self, inputs: Any) -> None:
+        """Count operations. They are proportional to the size of the main input: the model is asked only once."""
+        name = getattr(inner_model(self.model), "main_input_name", "input_ids")
+        main = inputs.get(name) if isinstance(inputs, Mapping) else None
+        if not isinstance(main, Tensor) or not main.numel():
+            return
+        if self._flos_per_input is None or self._counts_by_user:
+            run = self.front._run
+            ranks = 1 if run is None else run.process_group.dp_world_size
+            self._flos_per_input = ranks * self.front.floating_point_ops(inputs) / main.numel()
+        self.flos += self._flos_per_input * main.numel()
 
     def begin_window(self, batches: Sequence[Any]) -> None:
         """The batches of the next step, if `wants_window`: `training_step` needs to know their weight."""
@@ -172,11 +188,12 @@ class ModelTask(TaskBase):
 
 def save_pretrained_assets(model: nn.Module, processing_class: Any, folder: Path) -> None:
     """Write configs, tokenizer, and the peft config of an adapter, next to the weights."""
-    weights = folder / "model.safetensors"
     inner: Any = unwrap_model(model)
     if is_adapted(model):
-        save_adapter_beside(model, weights)
+        save_adapter_beside(model, folder / adapter_file(model))
     elif hasattr(getattr(inner, "config", None), "save_pretrained"):
+        inner.config.architectures = [type(inner).__name__]  # as `model.save_pretrained` does
+        inner.config.dtype = str(next(inner.parameters()).dtype).removeprefix("torch.")
         inner.config.save_pretrained(folder)
         if getattr(inner, "generation_config", None) is not None and inner.can_generate():
             inner.generation_config.save_pretrained(folder)

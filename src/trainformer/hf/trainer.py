@@ -349,7 +349,8 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
         self._bridge.state = state
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> TrainerControl:
-        """Send metrics to the loggers, add them to the log history, and dispatch `on_log`."""
+        """Add the epoch to metrics, send them to the loggers, add them to the log history, and dispatch `on_log`."""
+        logs.setdefault("epoch", self.state.epoch)
         if self._record is not None:
             self._record.update(logs)  # an override of `log` adds to the record that the run is writing
             return self.control

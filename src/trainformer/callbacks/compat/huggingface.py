@@ -269,6 +269,7 @@ class Bridge:
         state.epoch = run.epoch + (run.batch / length if length else 0.0)
         state.max_steps = trainer.total_steps or -1
         state.num_input_tokens_seen = run.tokens
+        state.total_flos = getattr(trainer.task, "flos", 0.0)
         state.best_metric, state.best_global_step = self.best_before if self.shows_previous_best else self.best(trainer)
         state.is_world_process_zero, state.is_local_process_zero = trainer.is_main, trainer.is_local_main
         args = arguments_of(trainer)
@@ -388,7 +389,7 @@ def training_summary(trainer: Any, began: float, first_step: int) -> dict[str, f
         "train_runtime": seconds,
         "train_samples_per_second": samples / seconds,
         "train_steps_per_second": steps / seconds,
-        "total_flos": 0.0,
+        "total_flos": getattr(trainer.task, "flos", 0.0),
         "train_loss": run.loss_sum / run.loss_steps if run.loss_steps else 0.0,
     }
 
