@@ -45,8 +45,8 @@ PUBLIC = {
     "trainformer.jax": "BaseTrainer DPOConfig DPOTrainer EasyDeLState ImageClassificationTrainer LoRAConfig SFTConfig "
     "SFTTrainer TrainState TrainerConfigureDataloaderOutput TrainerConfigureFunctionOutput TrainerConfigureModelOutput "
     "TrainingArguments",
-    "trainformer.config": "Call Config ConfigList ConfigTuple Place Project REGISTRY Registry Var build_from_cfg load_config "
-    "materialize to_dot to_json to_python to_tree to_yaml",
+    "trainformer.config": "Call Config ConfigList ConfigTuple Place Project REGISTRY Registry Var build_from_cfg "
+    "load_config materialize to_dot to_json to_python to_tree to_yaml",
     "trainformer.report": "write_report",
     "trainformer.sweep": "Choice Grid IntUniform PruneTrial Sweep SweepRecord Trial Uniform choice current_trial "
     "find_sweep grid int_uniform list_sweeps log_uniform read_sweep sweep uniform",

@@ -185,7 +185,10 @@ def test_unknown_options_of_generation_are_left_out_with_a_warning(tokenizer, ca
     callback = TextgenCallback(PROMPTS, generation_config={"temprature": 1.0, "max_new_tokens": 2})
     _, trainer = language_run(tokenizer, callback)
     trainer.fit()
-    assert "'temprature' is no option of transformers' generate, and is left out. Did you mean 'temperature'" in caplog.text
+    assert (
+        "'temprature' is no option of transformers' generate, and is left out. Did you mean 'temperature'"
+        in caplog.text
+    )
     assert callback.generation_config == {"max_new_tokens": 2}
 
 

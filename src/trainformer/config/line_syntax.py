@@ -26,7 +26,9 @@ _FORMS = {
     "=>": "{{{{ {}|trim('\\n')}}}}",
 }
 _WORDS = "extends block endblock set include import from if elif else endif for endfor macro endmacro filter endfilter"
-_MARK = re.compile(rf"^[ \t]*(?:(?:--|<<|>>)[ \t]+(?:{_WORDS.replace(' ', '|')})\b|(?:==|=>)[ \t]+[\w'\"(])", re.MULTILINE)
+_MARK = re.compile(
+    rf"^[ \t]*(?:(?:--|<<|>>)[ \t]+(?:{_WORDS.replace(' ', '|')})\b|(?:==|=>)[ \t]+[\w'\"(])", re.MULTILINE
+)
 
 
 def uses_line_syntax(text: str) -> bool:

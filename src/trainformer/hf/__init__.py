@@ -14,7 +14,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "Seq2SeqTrainingArguments",
             "TrainingArguments",
         ],
-        "trainformer.hf.base_trainer": ["BaseTrainer", "TrainOutput"],
+        "trainformer.hf.base_trainer": ["BaseTrainer"],
         "trainformer.hf.hub": ["HubUnavailable"],
         "trainformer.hf.search": ["BestRun"],
         "trainformer.hf.trainer": [
@@ -30,6 +30,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "EvalLoopOutput",
             "EvalPrediction",
             "PredictionOutput",
+            "TrainOutput",
             "logits_from_outputs",
             "loss_and_logits_from_outputs",
             "loss_from_outputs",

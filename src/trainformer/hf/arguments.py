@@ -299,6 +299,7 @@ def _complete(args: Any) -> None:
     for field in dataclasses.fields(TrainingArguments):
         if not hasattr(args, field.name):
             has_default = field.default is not dataclasses.MISSING
-            setattr(args, field.name, field.default if has_default else field.default_factory())  # type: ignore[misc]
+            make: Any = field.default_factory
+            setattr(args, field.name, field.default if has_default else make())
     config = args.accelerator_config
     args.dispatch_batches = bool(getattr(config, "dispatch_batches", None))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import GenericAlias
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,30 +34,20 @@ from trainformer.checkpointing.torch_files import TorchFiles, write_component
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.distributed import TorchProcessGroup
 from trainformer.engine.state import append_record
-from trainformer.hf.arguments import BaseTrainingArguments, MinimalTrainingArguments, arguments_from
-<<<<<<< HEAD
+from trainformer.hf.arguments import MinimalTrainingArguments, arguments_from
 from trainformer.hf.callback_view import CallbackView
 from trainformer.hf.checkpoint_manager import RNGState, TrainerCheckpoints
-=======
 from trainformer.hf.checkpoints import ARGUMENTS, place_adapter
->>>>>>> i17-hfloop
 from trainformer.hf.compat import ScriptMixin
 from trainformer.hf.distributed import join, this_process
 from trainformer.hf.forgather import StatefulsMixin, skipped_components
+from trainformer.hf.outputs import CallableBool, TrainOutput
 from trainformer.hf.settings import CHECKPOINT_NAME, KEEP_ALL, monitored_metric, num_best_kept
 from trainformer.hf.task import save_pretrained_assets
 
 logger = logging.getLogger("trainformer")
 
 _FLAGS = tuple(TrainerControl.__dataclass_fields__)
-
-
-class TrainOutput(NamedTuple):
-    """The result of `train()`. If a callback stopped the run, `metrics` has `stopped_by` and `stop_reason`."""
-
-    global_step: int
-    training_loss: float
-    metrics: dict[str, Any]
 
 
 class BaseTrainer(ScriptMixin, StatefulsMixin, ABC):
@@ -93,7 +83,7 @@ class BaseTrainer(ScriptMixin, StatefulsMixin, ABC):
             raise BadArgument("Expected a model or model_init, received neither. Pass one of them.")
         if model is not None and not isinstance(model, nn.Module):
             raise BadArgument(expected("model to be a torch Module", type(model).__name__))
-        self.args: BaseTrainingArguments = arguments_from(args)
+        self.args: Any = arguments_from(args)
         self.model = model
         self.data_collator = data_collator
         self.train_dataset = train_dataset
@@ -457,13 +447,3 @@ class BaseTrainer(ScriptMixin, StatefulsMixin, ABC):
         """Restore what `state_dict` returned."""
         for name, value in state_dict.items():
             setattr(self.state, name, list(value) if name == "log_history" else value)
-
-
-class CallableBool(int):
-    """A bool that can be called: a method in HF, an attribute in Forgather."""
-
-    def __call__(self) -> bool:
-        return bool(self)
-
-    def __repr__(self) -> str:
-        return repr(bool(self))

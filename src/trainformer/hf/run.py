@@ -49,7 +49,7 @@ class HfRun(TorchRun):
 
     def __init__(self, owner: HfHandle, task: Any, settings: RunSettings, **options: Any) -> None:
         super().__init__(owner, task, settings, **options)
-        self.files = HfFiles(task.model, getattr(self.files, "on_device", False))
+        self.files = HfFiles(task.model, getattr(self.parts.files, "on_device", False))
         self._saves_model_only = False
         self._not_saved: set[str] = set()
 

@@ -88,7 +88,7 @@ def settings_of(
         log_every=_cadence(args.logging_strategy, args.logging_steps, steps),
         eval_every=_cadence(args.eval_strategy, args.eval_steps, steps),
         save_every=_cadence(args.save_strategy, args.save_steps, steps),
-        save_dir=str(Path(args.output_dir).absolute()),
+        save_dir=str(Path(str(args.output_dir)).absolute()),
         save_best=num_best_kept(args),
         save_last=args.save_total_limit or KEEP_ALL,
         eval_on_save=args.eval_on_save,
@@ -169,7 +169,7 @@ def parse_optim_args(args: Any) -> dict[str, Any]:
     return options
 
 
-def scheduler_factory(args: BaseTrainingArguments) -> Callable[[Any, Any], Any]:
+def scheduler_factory(args: Any) -> Callable[[Any, Any], Any]:
     """Creates the scheduler of transformers for these arguments."""
     kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     optimization = require("transformers.optimization", "hf", "for lr_scheduler_type")

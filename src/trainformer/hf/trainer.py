@@ -24,7 +24,6 @@ from trainformer.checkpointing import CheckpointStore, StateComponent
 from trainformer.core.errors import BadArgument, expected
 from trainformer.distributed import TorchProcessGroup
 from trainformer.engine.state import append_record
-from trainformer.hf.base_trainer import TrainOutput
 from trainformer.hf.callbacks import InfoCallback, PrinterCallback, ProgressCallback
 from trainformer.hf.checkpoint_manager import TrainerCheckpoints
 from trainformer.hf.checkpoints import find_checkpoint
@@ -36,6 +35,7 @@ from trainformer.hf.features import MemoryMetrics, callbacks_of, prepare_model, 
 from trainformer.hf.forgather import check_environment, combined_callbacks, factories, takes_outputs
 from trainformer.hf.hub import HubMixin
 from trainformer.hf.optimizers import OptimizerMixin
+from trainformer.hf.outputs import TrainOutput
 from trainformer.hf.run import HfHandle, HfRun, LogRelay
 from trainformer.hf.search import SearchMixin
 from trainformer.hf.settings import front_options, planned_steps, settings_of
