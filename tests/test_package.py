@@ -34,14 +34,19 @@ PUBLIC = {
     "PrinterCallback ProgressCallback SaveStrategy Seq2SeqTrainer Seq2SeqTrainingArguments "
     "SharingPattern StateComponent TBLogger TPTrainer TextgenCallback TrainOutput Trainer "
     "TrainerCallback TrainerControl TrainerState TrainingArguments logits_from_outputs "
-    "loss_and_logits_from_outputs loss_from_outputs",
+    "loss_and_logits_from_outputs loss_from_outputs "
+    # Forgather
+    "CausalLoss CheckpointConfig CheckpointInterface CheckpointManager DataCollatorForCausalLM DistributedEnvInterface "
+    "DistributedEnvironment ExtensibleTrainer InfiniteLRScheduler Project RNGState StatefulProvider "
+    "StaticDistributedEnvironment TrainerControlCallback TrainingScript build_rule dependency_list "
+    "find_latest_checkpoint from_project load_from_config preprocess_dataset validate_checkpoint",
     "trainformer.mini": "BaseHook BaseTrainer CheckpointingHook CudaMaxMemoryHook EmaHook ImageFileLoggerHook "
     "LoggingHook NonFiniteGradients ProgressHook WandbHook key_average map_nested_tensor",
     "trainformer.jax": "BaseTrainer DPOConfig DPOTrainer EasyDeLState ImageClassificationTrainer LoRAConfig SFTConfig "
     "SFTTrainer TrainState TrainerConfigureDataloaderOutput TrainerConfigureFunctionOutput TrainerConfigureModelOutput "
     "TrainingArguments",
-    "trainformer.config": "Call Config ConfigList Place REGISTRY Registry build_from_cfg load_config materialize "
-    "to_dot to_json to_python to_tree to_yaml",
+    "trainformer.config": "Call Config ConfigList ConfigTuple Place Project REGISTRY Registry Var build_from_cfg "
+    "load_config materialize to_dot to_json to_python to_tree to_yaml",
     "trainformer.report": "write_report",
     "trainformer.sweep": "Choice Grid IntUniform PruneTrial Sweep SweepRecord Trial Uniform choice current_trial "
     "find_sweep grid int_uniform list_sweeps log_uniform read_sweep sweep uniform",

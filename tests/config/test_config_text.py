@@ -1,6 +1,7 @@
 """A config as text: YAML that round-trips, JSON, trees, graphs, and Python that builds the same."""
 
 import datetime
+import functools
 import json
 from pathlib import Path
 
@@ -125,7 +126,8 @@ def picture(value, seen=None):
         return ("again", seen[id(value)])
     seen[id(value)] = len(seen)
     named = value.keywords if hasattr(value, "keywords") else value.kwargs
-    return (type(value).__name__, [picture(item, seen) for item in value.args], picture(dict(named), seen))
+    kind = "partial" if isinstance(value, functools.partial) else type(value).__name__
+    return (kind, [picture(item, seen) for item in value.args], picture(dict(named), seen))
 
 
 @SETTINGS

@@ -100,7 +100,7 @@ def make(folder, model=None, *, train=None, evaluation=None, callbacks=(), train
         args=args,
         train_dataset=train if train is not None else examples(),
         eval_dataset=evaluation,
-        callbacks=list(callbacks),
+        callbacks=list(callbacks) or None,  # an empty list means none at all
         **(more or {}),
     )
 

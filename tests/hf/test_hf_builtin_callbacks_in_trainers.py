@@ -42,7 +42,7 @@ def run(module, *callbacks, resume=None, **options):
         train_dataset=rows,
         eval_dataset=rows[:4],
         processing_class=tokenizer,
-        callbacks=list(callbacks),
+        callbacks=list(callbacks) or None,
     )
     trainer.output = trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -79,12 +79,13 @@ def test_generated_texts_do_not_affect_training_and_reach_the_loggers():
     assert [r["step"] for r in texts] == [3, 6]
 
 
-def test_a_second_progress_callback_prints_nothing(capsys):
-    file = io.StringIO()
-    run(hf, ProgressCallback(Console(file=file)), disable_tqdm=False)
-    shown = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "  loss " in line]
+def test_a_progress_callback_replaces_the_default_one_and_a_second_one_prints_nothing(capsys):
+    file, other = io.StringIO(), io.StringIO()
+    run(hf, ProgressCallback(console=Console(file=file)), ProgressCallback(output_stream=other), disable_tqdm=False)
+    shown = [line.split()[0] for line in file.getvalue().splitlines() if "  loss " in line]
     assert (shown.count("step"), shown.count("val")) == (3, 2)
-    assert file.getvalue() == ""
+    assert other.getvalue() == ""
+    assert "  loss " not in capsys.readouterr().out
 
 
 def test_the_callback_that_ends_a_run_is_named():

@@ -175,13 +175,21 @@ def test_a_run_that_cannot_generate_fails_before_the_first_step(tokenizer):
     task.tokenizer = tokenizer
     with pytest.raises(BadArgument, match="a model that can generate"):
         fit(TextgenCallback(PROMPTS), Count(), task=task)
-    _, trainer = language_run(tokenizer, TextgenCallback(PROMPTS, generation_config={"temprature": 1.0}), Count())
-    with pytest.raises(BadArgument, match="Did you mean 'temperature'"):
-        trainer.fit()
     _, trainer = language_run(tokenizer, TextgenCallback(PROMPTS, generation_config={"max_new_tokens": 80}), Count())
     with pytest.raises(BadArgument, match="positions"):
         trainer.fit()
     assert steps == []
+
+
+def test_unknown_options_of_generation_are_left_out_with_a_warning(tokenizer, caplog):
+    callback = TextgenCallback(PROMPTS, generation_config={"temprature": 1.0, "max_new_tokens": 2})
+    _, trainer = language_run(tokenizer, callback)
+    trainer.fit()
+    assert (
+        "'temprature' is no option of transformers' generate, and is left out. Did you mean 'temperature'"
+        in caplog.text
+    )
+    assert callback.generation_config == {"max_new_tokens": 2}
 
 
 @pytest.mark.parametrize("options", [{}, {"prompts": [""]}, {"prompts": "a", "generation_steps": 0}])

@@ -253,7 +253,7 @@ def test_resuming_is_explicit_and_a_missing_checkpoint_is_an_error(tmp_path):
 def test_the_components_of_a_checkpoint(tmp_path):
     trainer = make(tmp_path)
     parts = {c.key: c for c in trainer.get_state_components()}
-    assert {"model", "optimizer", "schedule", "run", "rng"} <= parts.keys()
+    assert {"model", "optimizer", "scheduler", "trainer", "rng"} <= parts.keys()
     assert parts["model"].required
     assert parts["rng"].sharing_pattern is SharingPattern.PER_RANK
     assert trainer.get_process_groups() == {}

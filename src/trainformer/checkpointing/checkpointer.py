@@ -25,7 +25,7 @@ from trainformer.checkpointing.multi_rank import (
     is_written_here,
 )
 from trainformer.checkpointing.retention import Retention
-from trainformer.checkpointing.store import Checkpoint, CheckpointStore, checkpoints_folder
+from trainformer.checkpointing.store import Checkpoint, CheckpointStore, checkpoints_folder, read_verified
 from trainformer.core.errors import BadArgument, DataError, TrainformerError, did_you_mean, expected
 from trainformer.engine.process_group import ProcessGroup, SingleProcess
 
@@ -191,7 +191,10 @@ class Checkpointer:
         """The newest valid checkpoint. Rank 0 looks and broadcasts, so that all ranks take the same one."""
         found = self.store.newest() if self._process_group.is_main else None
         path = self._process_group.broadcast(None if found is None else str(found.path))
-        return found if path is None or found is not None else Checkpoint(Path(path), Manifest.read(Path(path)))
+        if path is None or found is not None:
+            return found
+        manifest = Manifest.read(Path(path))
+        return Checkpoint(Path(path), manifest.without_deleted(Path(path)) if self.store.skips_deleted else manifest)
 
     def load(self, checkpoint: Checkpoint, only: Collection[str] | None = None) -> None:
         """Load the components of a checkpoint, or some of them. If anything does not fit, nothing is changed."""
@@ -242,14 +245,16 @@ def read_checkpoint(checkpoint: Checkpoint, files: StateFiles, rank: int = 0) ->
     return {key: files.read(checkpoint.path, names, manifest.formats[key]) for key, names in chosen.items() if names}
 
 
-def read_states(path: Path, files: StateFiles, rank: int = 0) -> dict[str, Any]:
-    """States by component from a file, a checkpoint folder, or a run folder (its newest checkpoint)."""
+def read_states(path: Path, files: StateFiles, rank: int = 0, skips_deleted: bool = False) -> dict[str, Any]:
+    """States by component from a file, a checkpoint folder, or a run folder (its newest checkpoint).
+
+    With `skips_deleted`, a component whose file was deleted is left out with a warning.
+    """
     if not path.is_dir():
         return files.read_file(path, rank)
     if (path / MANIFEST).exists():
-        checkpoint = Checkpoint(path, Manifest.read(path))
-        checkpoint.verify()
-    elif (newest := CheckpointStore(checkpoints_folder(path)).newest()) is not None:
+        checkpoint = read_verified(path, skips_deleted)
+    elif (newest := CheckpointStore(checkpoints_folder(path), skips_deleted=skips_deleted).newest()) is not None:
         checkpoint = newest
     else:
         raise DataError(f"There is no complete checkpoint in {path}.")

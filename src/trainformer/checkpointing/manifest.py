@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from trainformer.core.errors import DataError
 from trainformer.utils.files import decode_json
+
+logger = logging.getLogger("trainformer")
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -108,6 +111,19 @@ class Manifest:
     def files(self) -> list[FileRecord]:
         """All files, each once."""
         return list({f.name: f for records in self.components.values() for f in records}.values())
+
+    def without_deleted(self, folder: Path, required: Collection[str] = ("model",)) -> Manifest:
+        """Without components of which somebody deleted a file, each with a warning. Required ones are kept."""
+        deleted = {
+            key: next((record.name for record in records if not (folder / record.name).exists()), None)
+            for key, records in self.components.items()
+            if key not in required
+        }
+        for key, name in deleted.items():
+            if name is not None:
+                logger.warning("%s was deleted from %s: %r keeps its initial state", name, folder, key)
+        kept = {key: records for key, records in self.components.items() if deleted.get(key) is None}
+        return replace(self, components=kept)
 
     def verify(self, folder: Path, digests: bool = True) -> None:
         """Compare the files with their records; raises for the first that differs."""

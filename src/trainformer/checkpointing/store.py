@@ -57,13 +57,17 @@ class Checkpoint:
 class CheckpointStore:
     """Checkpoints of one run, in one folder. `naming` is formatted with the step to name new ones.
 
-    With `marks_latest`, a file `latest` names the newest one.
+    With `marks_latest`, a file `latest` names the newest one. With `skips_deleted`, a component whose file was deleted
+    is left out, and does not count as damaged.
     """
 
-    def __init__(self, root: Path, naming: str = "step_{:08d}", marks_latest: bool = True) -> None:
+    def __init__(
+        self, root: Path, naming: str = "step_{:08d}", marks_latest: bool = True, *, skips_deleted: bool = False
+    ) -> None:
         self.root = root
         self._naming = naming
         self._marks_latest = marks_latest
+        self.skips_deleted = skips_deleted
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of a step is written."""
@@ -131,8 +135,7 @@ class CheckpointStore:
         """The newest checkpoint whose files match their digests; damaged ones are skipped with a warning."""
         for path in reversed(self._folders()):
             try:
-                checkpoint = Checkpoint(path, Manifest.read(path))
-                checkpoint.verify()
+                checkpoint = read_verified(path, self.skips_deleted)
             except InvalidCheckpoint as error:
                 logger.warning("%s Falling back to the previous checkpoint.", error)
             else:
@@ -184,6 +187,14 @@ class CheckpointStore:
                     shutil.rmtree(path, ignore_errors=True)
                 else:
                     path.unlink(missing_ok=True)
+
+
+def read_verified(path: Path, skips_deleted: bool = False) -> Checkpoint:
+    """The checkpoint of a folder, after comparing its files with their digests."""
+    manifest = Manifest.read(path)
+    checkpoint = Checkpoint(path, manifest.without_deleted(path) if skips_deleted else manifest)
+    checkpoint.verify()
+    return checkpoint
 
 
 def is_named(path: Path) -> bool:

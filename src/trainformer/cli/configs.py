@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pprint
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
 
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="a .yaml, .json, .toml or .py file; only .py is executed")
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        help="a .yaml, .json, .toml or .py file (only .py is executed), or the folder of a Forgather project",
+    )
     change = "change a value (a.b=3) or add one (+a.b=3); the value is YAML"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=change)
     add_variable_argument(parser, "the value of a variable of a template, of !var or of !secret")
@@ -43,7 +48,7 @@ def _read_config(args: argparse.Namespace, trust: list[str] | None = None) -> Co
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     _add_config_arguments(parser)
-    target = "the key to run; by default trainer, else main, else the only one that can be built"
+    target = "the key to run; by default trainer, else main, else the only one that can be built; in a project main"
     parser.add_argument("--target", metavar="NAME", help=target)
     add_trust_argument(parser)
 
@@ -54,7 +59,7 @@ def _run(args: argparse.Namespace) -> None:
     config = _read_config(args, args.trust)
     key = _target(config, args.target)
     recipes.seed(config[key])
-    thing = materialize(config[key])
+    thing = materialize(config[key], root=config)
     if _is_instance(thing, "trainformer.trainer", "Trainer"):
         recipes.keep(thing, config, key)
     _start(thing, key)
@@ -64,6 +69,9 @@ def _target(config: Config, wanted: str | None = None) -> str:
     """The top-level key to run."""
     from trainformer.config.nodes import as_call
 
+    is_forgather = config.source.forgather
+    if is_forgather and "main" in config and wanted in (None, "main"):
+        return "main"  # of any kind, also a list
     buildable = [key for key, value in config.items() if as_call(value) is not None]
     there = f"What can be built: {', '.join(map(str, buildable)) or 'nothing'}."
     if wanted is not None:
@@ -90,11 +98,15 @@ def _start(thing: Any, key: str) -> None:
         raise BadArgument(expected(f"{key!r} to be something that runs", type(thing).__name__, do))
     elif callable(getattr(thing, "train", None)):
         thing.train()
+    elif callable(getattr(thing, "run", None)):
+        thing.run()
     elif callable(thing):
         thing()
+    elif isinstance(thing, list | tuple | dict | str | int | float):
+        pprint.pp(thing)
     else:
         do = "A function to be called is written as !partial:module:function."
-        raise BadArgument(expected(f"{key!r} to have fit() or train(), or to be a function", thing, do))
+        raise BadArgument(expected(f"{key!r} to have fit(), train() or run(), or to be a function", thing, do))
 
 
 def _is_instance(thing: Any, module: str, name: str) -> bool:

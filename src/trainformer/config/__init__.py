@@ -10,7 +10,8 @@ from trainformer.core.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "trainformer.config.nodes": ["Call", "Config", "ConfigList", "Place"],
+        "trainformer.config.nodes": ["Call", "Config", "ConfigList", "ConfigTuple", "Place", "Var"],
+        "trainformer.config.project": ["Project"],
         "trainformer.config.registry": ["REGISTRY", "Registry"],
         "trainformer.config.loading": ["load_config"],
         "trainformer.config.building": ["build_from_cfg", "materialize"],

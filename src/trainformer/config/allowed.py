@@ -52,7 +52,8 @@ FUNCTIONS: dict[str, str | None] = {
     "trainformer.adapters": "load_adapter",
     "trainformer.data": "extract_info load_images load_text make_sampler split_dataset",
     "trainformer.eval": None,
-    "trainformer.hf": "logits_from_outputs loss_and_logits_from_outputs loss_from_outputs",
+    "trainformer.hf": "build_rule dependency_list from_project load_from_config logits_from_outputs "
+    "loss_and_logits_from_outputs loss_from_outputs preprocess_dataset",
     "trainformer.losses": None,
     "trainformer.models": None,
     "trainformer.utils": "count_parameters get_device seed_everything",

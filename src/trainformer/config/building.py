@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
+from trainformer.config.builtins import Deferred
 from trainformer.config.loading import checked_trust
-from trainformer.config.nodes import Call, Config, as_call, at, is_shared, place_in
+from trainformer.config.nodes import Call, Config, ConfigTuple, Missing, Var, as_call, at, is_shared, place_in
 from trainformer.config.registry import REGISTRY, Registry
 from trainformer.config.trust import Importer
 from trainformer.core.errors import BadArgument, DataError, MissingDependency, did_you_mean, expected
@@ -41,13 +45,26 @@ def build_from_cfg(cfg: Any, /, recursive: bool = True, *, trust: Sequence[str] 
     return _Builder(_root_of(cfg), REGISTRY, trust, recursive).call(call, extra)
 
 
-def materialize(config: Any, *, trust: Sequence[str] = (), registry: Registry = REGISTRY) -> Any:
+def materialize(
+    config: Any,
+    *,
+    trust: Sequence[str] = (),
+    registry: Registry = REGISTRY,
+    variables: Mapping[str, Any] | None = None,
+    root: Config | None = None,
+) -> Any:
     """A config, a part of it or a list of parts, with every object in it built.
+
+    `variables` are values of `!var` in Forgather's syntax; `root` is the whole config, if it cannot be found out.
 
     >>> materialize({"sizes": [1, 2], "name": "plain values stay what they are"})["sizes"]
     [1, 2]
     """
-    return _Builder(_root_of(config), registry, trust, recursive=True).value(config)
+    return _Builder(root or _root_of(config), registry, trust, recursive=True, variables=variables).value(config)
+
+
+#: What the config that is being built trusts: it holds for the projects that it builds parts of.
+TRUST: ContextVar[tuple[str, ...]] = ContextVar("TRUST", default=())
 
 
 def _root_of(value: Any) -> Config | None:
@@ -61,15 +78,25 @@ def _root_of(value: Any) -> Config | None:
 
 
 class _Builder:
-    def __init__(self, root: Config | None, registry: Registry, trust: Sequence[str], recursive: bool) -> None:
+    def __init__(
+        self,
+        root: Config | None,
+        registry: Registry,
+        trust: Sequence[str],
+        recursive: bool,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
         of_file = root.source.trust if root is not None else ()
         self.root = root
+        self.variables = variables or {}
         self.importer = Importer(registry, (*of_file, *checked_trust(trust)), root)
         self.recursive = recursive
         self.shared: dict[int, Any] = {}
         self.open: list[int] = []
 
     def value(self, value: Any) -> Any:
+        if isinstance(value, Var):
+            return self.variable(value)
         if not isinstance(value, Call | Mapping | list | tuple):
             return value
         if is_shared(value) and id(value) in self.shared:
@@ -92,18 +119,33 @@ class _Builder:
             return self.call(call, {})
         if isinstance(value, Mapping):
             return {key: self.value(item) for key, item in value.items()}
-        if isinstance(value, list) or type(value) is tuple:
+        if isinstance(value, list) or type(value) in (tuple, ConfigTuple):
             items = [self.value(item) for item in value]
             return items if isinstance(value, list) else tuple(items)
         return value
 
-    def call(self, call: Call, extra: Mapping[str, Any]) -> Any:
-        """Make the call; `extra` overrides its own arguments."""
+    def variable(self, var: Var) -> Any:
+        if var.name in self.variables:
+            return self.variables[var.name]
+        if var.default is not Missing:
+            return self.value(var.default)
+        if var.name == "pp_config" and self.root is not None:
+            return self.root.source.pp_config
+        hint = did_you_mean(var.name, self.variables) or f"Pass it as a keyword or with --var {var.name}=value."
+        raise BadArgument(expected(f"a variable that has a value{at(var.place)}", var.name, hint))
+
+    def call(self, call: Call, extra: Mapping[str, Any], more_args: Sequence[Any] = (), lazy: bool = True) -> Any:
+        """Make the call; `extra` overrides its own arguments. A lambda is called with `lazy=False`."""
+        if call.kind == "lambda" and lazy and self.recursive:
+            if isinstance(call.target, str):  # what may not be called is refused now, not later
+                self.importer.find(call.target, call.place)
+            return Deferred(self._call_later, call)
         target = self.importer.find(call.target, call.place) if isinstance(call.target, str) else call.target
         if not callable(target):
             raise BadArgument(expected(f"a class or function{at(call.place)}", target))
         takes = signature_of(target)
-        args, kwargs = _without(takes, call, extra)
+        args, kwargs = _without(takes, self._resolved(call, takes), extra)
+        args = [*args, *more_args]
         self._check(call, takes, args, {**kwargs, **extra})
         positions = _positions(takes)
         by_name = dict(zip(positions, args, strict=False))
@@ -111,14 +153,15 @@ class _Builder:
         sections = {}
         if takes is not None and call.kind != "partial":  # a partial gets the rest later
             sections = self._sections(call, takes, args, {**kwargs, **extra})
-        make = self.value if self.recursive else lambda value: value
+        make = self.value if self.recursive and call.kind != "meta" else lambda value: value
         built_args = [make(item) for item in args]
         built = {key: make(item) for key, item in kwargs.items()}
         named = {**built, **sections, **extra}
         if call.kind == "partial":
-            return functools.partial(target, *built_args, **named)
+            return Deferred(target, *built_args, **named)
         try:
-            return target(*built_args, **named)
+            with _trusting(self.importer.trust):
+                return target(*built_args, **named)
         except MissingDependency:  # it already names the pip command
             raise
         except (BadArgument, DataError) as error:  # they lack only the place
@@ -128,6 +171,28 @@ class _Builder:
             raise BadArgument(
                 f"Expected {call.title} to be built{at(call.place)}, received {type(error).__name__}: {error}"
             ) from error
+
+    def _call_later(self, call: Call, /, *args: Any, **kwargs: Any) -> Any:
+        return self.call(call, kwargs, args, lazy=False)
+
+    def _resolved(self, call: Call, takes: _Takes) -> Call:
+        """The call with the values of variables, and with `latent_args` as arguments of its own.
+
+        `submodule_searchpath` is for Forgather's import of files. A target may have parameters of these names.
+        """
+        kwargs = call.kwargs.copy()
+        named = () if takes is None else takes
+        if "submodule_searchpath" in kwargs and "submodule_searchpath" not in named:
+            del kwargs["submodule_searchpath"]
+        if "latent_args" in kwargs and "latent_args" not in named:
+            latent = kwargs.pop("latent_args")
+            latent = self.variable(latent) if isinstance(latent, Var) else latent
+            if not isinstance(latent, Mapping):
+                raise BadArgument(expected(f"latent_args to be keys and values{at(call.place)}", latent))
+            kwargs.update(latent)
+        if call.kind != "meta":
+            kwargs.update({key: self.variable(item) for key, item in kwargs.items() if isinstance(item, Var)})
+        return replace(call, kwargs=kwargs)
 
     def _check(self, call: Call, takes: _Takes, args: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Refuse unknown names and too many positional arguments."""
@@ -170,13 +235,27 @@ class _Builder:
         return found
 
 
+@contextmanager
+def _trusting(trust: tuple[str, ...]) -> Iterator[None]:
+    token = TRUST.set(trust)
+    try:
+        yield
+    finally:
+        TRUST.reset(token)
+
+
 _Takes = Mapping[str, inspect.Parameter] | None
 
 
 def signature_of(target: Any) -> _Takes:
     """The parameters of a class or function; `None` if they are unknown, as of some that are written in C."""
     try:
-        takes = inspect.signature(target).parameters
+        takes: Mapping[str, inspect.Parameter] = inspect.signature(target).parameters
+        inner: Any = getattr(target, "__func__", None)
+        if inspect.ismethod(target) and inspect.ismethod(getattr(inner, "__wrapped__", None)):
+            # A copied class method, such as AutoModel.from_config: inspect removes the class twice.
+            own = inspect.signature(inner, follow_wrapped=False).parameters
+            takes = dict(list(own.items())[1:])
         if isinstance(target, type) and target.__new__ is not object.__new__ and not _names(takes):
             # A __new__(*args, **kwargs) hides the signature of __init__.
             begin = inspect.getattr_static(target, "__init__")

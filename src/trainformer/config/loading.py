@@ -11,8 +11,9 @@ import runpy
 import tomllib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainformer.config.nodes import (
     Call,
@@ -29,6 +30,10 @@ from trainformer.config.nodes import (
 )
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.core.secrets import is_secret_name, remember
+
+if TYPE_CHECKING:
+    from trainformer.config.project_meta import ProjectMeta
+    from trainformer.config.templates import Templates
 
 _YAML = (".yaml", ".yml")
 _PLAIN = (str, int, float, bool, bytes, list, tuple, dict, set, frozenset, PurePath, type(None))
@@ -47,13 +52,15 @@ def load_config(
 
     Args:
         path: A `.py`, `.yaml`, `.yml`, `.json` or `.toml` file. A Python file defines the variable `config`; without
-            it, all its public variables with plain values are taken.
+            it, all its public variables with plain values are taken. Or the folder of a Forgather project, for its
+            default config.
         overrides: `"a.b=3"` changes a value, `"+a.b=3"` adds one; or a mapping of such paths.
         search: Folders of templates, searched after the file's own.
         trust: Packages that may be imported when parts of this config are built.
         variables: Values for templates, `!var` and `!secret`; keyword arguments are the same.
     """
-    file = _existing(Path(path))
+    meta = _project_at(Path(path))
+    file = _config_file(Path(path), meta)
     given = {**(variables or {}), **more_variables}
     for name, value in given.items():
         if is_secret_name(name):
@@ -61,7 +68,7 @@ def load_config(
     source = Source(file=str(path), trust=checked_trust(trust))
     suffix = file.suffix.lower()
     if suffix in _YAML:
-        values = _read_yaml(file, source, given, search)
+        values = _parse(file, _render(file, given, search, meta), source, given)
     elif suffix in _READERS:
         if given:
             do = "Only YAML files have variables; change values with overrides."
@@ -78,16 +85,34 @@ def load_config(
     return config
 
 
+def read_project_config(
+    meta: ProjectMeta,
+    config: str,
+    variables: Mapping[str, Any],
+    *,
+    trust: Sequence[str] = (),
+    more: Mapping[str, str] | None = None,
+) -> Config:
+    """A config of a Forgather project by its name; `more` are templates that are in no file."""
+    template, file = meta.find(config)
+    source = Source(file=str(file), trust=checked_trust(trust))
+    values = _parse(file, _Rendered.of(file, variables, meta.templates(more), template), source, {})
+    if not isinstance(values, Config):
+        raise BadArgument(expected(f"keys and values at the top of {file}", type(values).__name__))
+    source.root = values
+    check_secrets(values)
+    return values
+
+
 def preprocessed_text(
     path: str | os.PathLike[str], variables: Mapping[str, Any], search: Sequence[str | os.PathLike[str]] = ()
 ) -> str:
     """The text of a YAML file after templates, even if it is not valid YAML then."""
-    from trainformer.config.templates import preprocess
-
-    file = _existing(Path(path))
+    meta = _project_at(Path(path))
+    file = _config_file(Path(path), meta)
     if file.suffix.lower() not in _YAML:
         raise BadArgument(expected("a .yaml file: only these are preprocessed", str(path)))
-    return preprocess(file, _text(file), variables, search)
+    return _render(file, variables, search, meta).text
 
 
 def checked_trust(trust: Sequence[str]) -> tuple[str, ...]:
@@ -109,24 +134,70 @@ def _existing(file: Path) -> Path:
     raise DataError(expected("the file of a config", str(file), did_you_mean(file.name, names) or "There is none."))
 
 
-def _text(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """The text of a file in UTF-8."""
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"Expected text in UTF-8, received {file}: {error}.") from error
 
 
-def _read_yaml(
-    file: Path, source: Source, variables: dict[str, Any], search: Sequence[str | os.PathLike[str]]
-) -> Mapping[Any, Any]:
-    from trainformer.config.templates import preprocess
+def _project_at(path: Path) -> ProjectMeta | None:
+    """The project whose folder it is, if any."""
+    from trainformer.config.project_meta import META, read_meta
+
+    return read_meta(path) if (path / META).is_file() else None
+
+
+def _config_file(path: Path, meta: ProjectMeta | None) -> Path:
+    return _existing(path) if meta is None else meta.find(meta.default_config())[1]
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """The text of a YAML file after templates."""
+
+    text: str
+    is_changed: bool
+    forgather: bool  # whether it is in Forgather's syntax
+
+    @staticmethod
+    def of(file: Path, variables: Mapping[str, Any], templates: Templates, name: str = "") -> _Rendered:
+        from trainformer.config.templates import preprocess
+
+        text = read_text(file)
+        rendered = preprocess(file, text, variables, templates, name)
+        return _Rendered(rendered, rendered != text, templates.line_syntax)
+
+
+def _render(
+    file: Path, variables: Mapping[str, Any], search: Sequence[str | os.PathLike[str]], meta: ProjectMeta | None
+) -> _Rendered:
+    from trainformer.config.line_syntax import uses_line_syntax
+    from trainformer.config.project_meta import find_project
+    from trainformer.config.templates import Templates
+
+    if meta is None and not uses_line_syntax(read_text(file)):
+        return _Rendered.of(file, variables, Templates(search))
+    meta = meta or find_project(file)
+    if meta is None:
+        return _Rendered.of(file, variables, Templates(search, line_syntax=True))
+    templates = meta.templates()
+    folders = [*templates.search, *search]
+    return _Rendered.of(file, variables, replace(templates, search=folders), meta.template_of(file) or "")
+
+
+def _parse(file: Path, rendered: _Rendered, source: Source, variables: Mapping[str, Any]) -> Any:
     from trainformer.config.yaml_format import parse_yaml
 
-    text = _text(file)
-    source.pp_config = preprocess(file, text, variables, search)
-    known = {"pp_config": source.pp_config, **variables}
-    first = Place(str(file), 1, preprocessed=source.pp_config != text)
-    values = parse_yaml(source.pp_config, source, known, first)
+    source.pp_config, source.forgather = rendered.text, rendered.forgather
+    # In Forgather's syntax, variables that have no value yet may get one when something is built.
+    known = variables if rendered.forgather else {"pp_config": rendered.text, **variables}
+    first = Place(str(file), 1, preprocessed=rendered.is_changed)
+    values = parse_yaml(rendered.text, source, known, first, forgather=rendered.forgather)
+    if rendered.forgather and isinstance(values, Config):
+        for key in [key for key in values if isinstance(key, str) and key.startswith(".")]:
+            del values[key]  # `.define` only gives a name to something
     return Config(source=source, place=Place(str(file))) if values is None else values
 
 
@@ -140,7 +211,7 @@ def _read_json(file: Path) -> Any:
         return values
 
     try:
-        return json.loads(_text(file), object_pairs_hook=once)
+        return json.loads(read_text(file), object_pairs_hook=once)
     except RecursionError:
         raise BadArgument(
             f"Expected a config of reasonable depth, received one that is nested too deeply ({file})."
@@ -155,7 +226,7 @@ def _read_json(file: Path) -> Any:
 
 def _read_toml(file: Path) -> Any:
     try:
-        return tomllib.loads(_text(file))
+        return tomllib.loads(read_text(file))
     except tomllib.TOMLDecodeError as error:
         raise BadArgument(f"Expected TOML that can be read, received in {file}: {error}.") from error
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.secrets import find_mask, is_secret_name, mask, name_of, remember, variable_name
 
-Kind = Literal["singleton", "factory", "partial"]
+Kind = Literal["singleton", "factory", "partial", "lambda", "meta"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Source:
     file: str | None = None
     trust: tuple[str, ...] = ()
     pp_config: str | None = None
+    forgather: bool = False  # in Forgather's syntax
 
 
 class Config(dict[Any, Any]):
@@ -144,11 +145,23 @@ class ConfigList(list[Any]):
         self._places = tuple(places)
 
 
+class ConfigTuple(tuple[Any, ...]):
+    """A tuple in a config, written as !tuple.
+
+    >>> ConfigTuple([1, 2])
+    (1, 2)
+    """
+
+    name: str | None = None
+    place: Place | None = None
+
+
 @dataclass
 class Call:
     """A call to make: once for all references (singleton), once per reference (factory), or later by others (partial).
 
-    Calls are equal if they do the same, wherever they are written.
+    A lambda is a partial whose arguments are built anew by every call. A meta is a singleton that gets its arguments
+    as nodes. Calls are equal if they do the same, wherever they are written.
     """
 
     kind: Kind
@@ -163,6 +176,23 @@ class Call:
     def title(self) -> str:
         """The target as text."""
         return self.target if isinstance(self.target, str) else dotted_name(self.target)
+
+
+class Missing:
+    """Stands for a value that is not there."""
+
+
+@dataclass(frozen=True)
+class Var:
+    """`!var name` in Forgather's syntax: a variable that gets its value when something is built.
+
+    >>> Var("width", default=8) == Var("width", 8)
+    True
+    """
+
+    name: str
+    default: Any = Missing
+    place: Place | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -192,6 +222,8 @@ def as_call(value: Any) -> Call | None:
         return value
     if not isinstance(value, Mapping) or getattr(value, "tagged", False):
         return None
+    if isinstance(value, Config) and value.source.forgather:  # there only tags are calls
+        return None
     target = value.get("type")
     if not isinstance(target, str) and not callable(target):
         return None
@@ -206,7 +238,7 @@ def as_call(value: Any) -> Call | None:
 def is_shared(value: Any) -> bool:
     """Whether all references to the value get the same object."""
     if isinstance(value, Call):
-        return value.kind == "singleton"
+        return value.kind in ("singleton", "meta")
     return isinstance(value, Config | ConfigList) and value.tagged
 
 
@@ -219,6 +251,8 @@ def parts(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from value.items()
     elif isinstance(value, list | tuple):
         yield from enumerate(value)
+    elif isinstance(value, Var) and value.default is not Missing:
+        yield "default", value.default
 
 
 def everything_in(value: Any, _seen: set[int] | None = None) -> Iterator[Any]:
@@ -242,7 +276,7 @@ def check_secrets(value: Any, path: str = "", _done: set[int] | None = None) -> 
             raise BadArgument(expected(f"a value for {path}", value, do))
         if is_secret_name(path) and mask(value, path) != value and name_of(value) is None:
             remember(value, path.rpartition(".")[2])
-    elif isinstance(value, Call | Mapping | list | tuple) and id(value) not in done:
+    elif isinstance(value, Call | Mapping | list | tuple | Var) and id(value) not in done:
         done.add(id(value))
         for step, part in parts(value):
             check_secrets(part, f"{path}.{step}".lstrip("."), done)
@@ -254,7 +288,7 @@ def hide_secrets(value: Any) -> Any:
     names: dict[str, Any] = {}
 
     def hidden(value: Any, path: str) -> Any:
-        if not isinstance(value, Call | Mapping | list | tuple):
+        if not isinstance(value, Call | Mapping | list | tuple | Var):
             plain = value if isinstance(value, str | int) else str(value)
             return _as_secret(value, path, names) if mask(plain, path) != plain else value
         if id(value) not in copies:
@@ -280,6 +314,10 @@ def _with_parts(value: Any, items: Mapping[Any, Any]) -> Any:
         args = _with_parts(value.args, {step: items[step] for step in range(len(value.args))})
         kwargs = _with_parts(value.kwargs, {step: items[step] for step in value.kwargs})
         return replace(value, args=args, kwargs=kwargs)
+    if isinstance(value, Var):
+        return replace(value, **items)
+    if isinstance(value, ConfigTuple):
+        return ConfigTuple(items.values())
     if isinstance(value, Mapping):
         if not isinstance(value, Config):
             return dict(items)

@@ -16,10 +16,14 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from trainformer.config.builtins import NAMES as BUILTINS
 from trainformer.config.nodes import (
     Call,
     Config,
+    ConfigTuple,
+    Missing,
     Secret,
+    Var,
     as_call,
     at,
     free_name,
@@ -29,10 +33,18 @@ from trainformer.config.nodes import (
     parts,
 )
 from trainformer.config.yaml_format import plain_value
-from trainformer.core.errors import BadArgument
+from trainformer.core.errors import BadArgument, expected
 from trainformer.core.secrets import variable_name
 
 _WIDTH = 100
+# Functions without a module as Python; "": of `operator`.
+_BUILTINS = {
+    **{name: name for name in BUILTINS},
+    **{f"named_{name}": name for name in ("list", "tuple", "dict")},
+    **{name: f"dict.{name}" for name in ("items", "keys", "values")},
+    "getitem": "",
+    "call": "",
+}
 
 
 # -- JSON ------------------------------------------------------------------------------------------------------------
@@ -60,6 +72,9 @@ def _jsonable(value: Any, names: Mapping[int, str], seen: set[str]) -> Any:
         return [_jsonable(item, names, seen) for item in value]
     if isinstance(value, Secret):
         return {"!secret": value.name}
+    if isinstance(value, Var):
+        default = {} if value.default is Missing else {"default": _jsonable(value.default, names, seen)}
+        return {"!var": value.name, **default}
     plain = plain_value(value)
     if isinstance(plain, list):
         return [_jsonable(item, names, seen) for item in plain]
@@ -202,32 +217,49 @@ class _Program:
             return _bracketed("{", items, "}", depth)
         if isinstance(value, list):
             return _bracketed("[", [self.value(item, depth + 1) for item in value], "]", depth)
-        if type(value) is tuple:
+        if type(value) in (tuple, ConfigTuple):
             items = [self.value(item, depth + 1) for item in value]
             return f"({items[0]},)" if len(items) == 1 else _bracketed("(", items, ")", depth)
         return self.literal(value)
 
     def call(self, call: Call, depth: int) -> str:
+        if call.kind == "meta":
+            raise BadArgument(f"Expected calls that Python can write{at(call.place)}, received !meta:{call.title}.")
         items = [self.value(item, depth + 1) for item in call.args]
-        odd = {}
-        for key, item in call.kwargs.items():
-            if str(key).isidentifier() and not keyword.iskeyword(str(key)):
-                items.append(f"{key}={self.value(item, depth + 1)}")
-            else:
-                odd[key] = item
-        if odd:
-            items.append(f"**{self.expression(Config(odd, source=call.kwargs.source), depth + 1)}")
+        named, more = self._named(call)
+        if call.kind == "lambda":  # builds its arguments anew in every call
+            items.append("*args")
+            more = {**named, **more}
+            more_items = [f"{self.literal(key)}: {self.value(item, depth + 1)}" for key, item in more.items()]
+            items.append(f"**{{{', '.join([*more_items, '**kwargs'])}}}" if more else "**kwargs")
+            return _bracketed(f"lambda *args, **kwargs: {self.target(call)}(", items, ")", depth)
+        items += [f"{key}={self.value(item, depth + 1)}" for key, item in named.items()]
+        if more:
+            items.append(f"**{self.expression(Config(more, source=call.kwargs.source), depth + 1)}")
         target = self.target(call)
         if call.kind == "partial":
             items.insert(0, target)
             target = self.imported("functools", "partial")
         return _bracketed(f"{target}(", items, ")", depth)
 
+    def _named(self, call: Call) -> tuple[dict[str, Any], dict[Any, Any]]:
+        """The keyword arguments, and those whose names are no names in Python."""
+        latent = call.kwargs.get("latent_args", {})
+        latent = latent.default if isinstance(latent, Var) else latent
+        own = {key: item for key, item in call.kwargs.items() if key not in ("latent_args", "submodule_searchpath")}
+        given = {**own, **latent} if isinstance(latent, Mapping) else dict(call.kwargs)
+        good = {key for key in given if str(key).isidentifier() and not keyword.iskeyword(str(key))}
+        return {key: given[key] for key in given if key in good}, {
+            key: item for key, item in given.items() if key not in good
+        }
+
     def target(self, call: Call) -> str:
         if not isinstance(call.target, str):
             return self.imported(call.target.__module__, call.target.__qualname__)
         module, colon, name = call.target.partition(":")
         if not colon and "." not in module:
+            if call.target in _BUILTINS:
+                return _BUILTINS[call.target] or self.imported("operator", call.target)
             return f"{self.imported('trainformer.config', 'REGISTRY')}[{call.target!r}]"
         return self.imported(module, name) if colon else self.imported(*_split(module))
 
@@ -243,6 +275,13 @@ class _Program:
             return f'float("{value}")'
         if value is None or type(value) in (str, int, float, bool, bytes, complex):
             return repr(value)
+        if isinstance(value, Var):
+            if value.default is not Missing:
+                return self.value(value.default, 0)
+            if value.name == "pp_config":
+                return repr(self.config.pp_config)
+            do = f"Pass it as a keyword or with --var {value.name}=value."
+            raise BadArgument(expected(f"a variable that has a value{at(value.place)}", value.name, do))
         if isinstance(value, Secret):
             self.modules.add("os")
             return f"os.environ[{variable_name(value.name)!r}]"

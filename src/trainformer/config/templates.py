@@ -1,7 +1,7 @@
 """Jinja2 templates in YAML configs, and the position of their errors.
 
 The sandbox keeps a template away from Python's internals. Only variables with plain data reach it, so that it can call
-no method of a program's objects.
+no method of a program's objects. A template in Forgather's line syntax is translated first.
 """
 
 from __future__ import annotations
@@ -10,25 +10,45 @@ import os
 import re
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from trainformer.config.line_syntax import split_templates, translate, uses_line_syntax
+from trainformer.config.template_globals import template_globals, toyaml
 from trainformer.core.errors import BadArgument, did_you_mean
 from trainformer.core.optional import require
 
 _MARK = re.compile(r"\{[{%#]")
 
 
-def preprocess(file: Path, text: str, variables: Mapping[str, Any], search: Sequence[str | os.PathLike[str]]) -> str:
-    """Render the text; without any template syntax it is returned unchanged."""
-    if not _MARK.search(text):
+@dataclass(frozen=True)
+class Templates:
+    """Where templates are searched, and what they know besides variables.
+
+    `line_syntax` reads all of them as Forgather does; otherwise only those that have line statements are translated.
+    """
+
+    search: Sequence[str | os.PathLike[str]] = ()
+    line_syntax: bool = False
+    known: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, str] = field(default_factory=dict)  # texts of templates that are in no file
+
+
+def preprocess(file: Path, text: str, variables: Mapping[str, Any], templates: Templates, name: str = "") -> str:
+    """Render the text; without any template syntax it is returned unchanged.
+
+    `name` is that of the template, if it is not searched in the folder of the file.
+    """
+    if not templates.line_syntax and not _MARK.search(text):
         return text
     jinja2 = require("jinja2", "config", f"for the template in {file}")
-    environment = _environment(file, search)
+    folders = [*templates.search] if name else [str(file.parent), *templates.search]
+    environment = _environment(folders, templates)
     plain = {name: value for name, value in variables.items() if _is_plain(value)}
     try:
-        return environment.get_template(file.name).render(plain)
+        return str(environment.get_template(name or file.name).render(plain))
     except jinja2.TemplateNotFound as error:
         folders = [folder for folder in environment.loader.searchpath if os.path.isdir(folder)]
         hint = did_you_mean(str(error.name), [name for folder in folders for name in os.listdir(folder)])
@@ -62,20 +82,39 @@ def literal(text: str) -> str:
     return re.sub(r"\{(?=[{%#])", "{{ '{' }}", text)
 
 
-def _environment(file: Path, search: Sequence[str | os.PathLike[str]]) -> Any:
-    require("jinja2", "config", "for templates")
+def _environment(folders: Sequence[str | os.PathLike[str]], templates: Templates) -> Any:
     from jinja2 import FileSystemLoader, StrictUndefined
     from jinja2.sandbox import SandboxedEnvironment
 
-    folders = [str(file.parent), *(os.fspath(folder) for folder in search)]
-    return SandboxedEnvironment(
-        loader=FileSystemLoader(folders, encoding="utf-8-sig"),
+    own = not templates.line_syntax
+
+    class Loader(FileSystemLoader):
+        """Translates line syntax; a file may have several templates."""
+
+        def __init__(self) -> None:
+            super().__init__([os.fspath(folder) for folder in folders], encoding="utf-8-sig")
+            self.inline: dict[str, Any] = {name: (text, None, lambda: True) for name, text in templates.more.items()}
+
+        def get_source(self, environment: Any, template: str) -> Any:
+            text, file, is_current = self.inline.get(template) or super().get_source(environment, template)
+            if template not in self.inline and (not own or uses_line_syntax(text)):
+                text, others = split_templates(text)
+                self.inline.update({name: (other, file, is_current) for name, other in others.items()})
+            return (translate(text) if not own or uses_line_syntax(text) else text), file, is_current
+
+    environment = SandboxedEnvironment(
+        loader=Loader(),
         undefined=StrictUndefined,
         trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        finalize=lambda value: "null" if value is None else value,  # YAML would read None as a string
+        lstrip_blocks=own,
+        keep_trailing_newline=own,
+        # YAML would read None as a string, and does so in Forgather.
+        finalize=(lambda value: "null" if value is None else value) if own else None,
     )
+    if not own:
+        environment.globals |= {**template_globals(), **templates.known}
+        environment.filters["toyaml"] = toyaml
+    return environment
 
 
 def _is_plain(value: Any) -> bool:

@@ -29,6 +29,8 @@ from trainformer.config.allowed import (
     may_be_built,
     offers,
 )
+from trainformer.config.builtins import NAMES as BUILTINS
+from trainformer.config.builtins import builtin
 from trainformer.config.nodes import Call, Place, as_call, at, dotted_name, parts, place_in
 from trainformer.config.own_code import ASK, Code, closed_folder, files_of, find_code, standing_trust
 from trainformer.config.registry import Registry
@@ -71,6 +73,8 @@ class Importer:
         """What is registered under the name, or can be imported by it."""
         if target in self.registry:
             return self.registry[target]
+        if target in BUILTINS:
+            return builtin(target, lambda kind: self._is_trusted(dotted_name(kind)), self._is_trusted(target))
         path, words = self._words(target, place)
         self._permit(words[0], ".".join(words), target, place)
         module, rest = self._module(path, words, target, place)

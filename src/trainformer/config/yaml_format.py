@@ -1,7 +1,9 @@
 """Read YAML with tags into a `Config` that knows its lines, and write it back.
 
 Built on PyYAML's SafeLoader, so that no tag creates a Python object; ours create `Call`s. It differs from PyYAML in
-three points: `1e-4` is a number, a duplicate key is an error, and an alias to plain data is a copy.
+three points: `1e-4` is a number, a duplicate key is an error, and an alias to plain data is a copy. In Forgather's
+syntax a later key replaces an earlier one, `!partial` builds its arguments when it is called, and a `!var` without a
+value gets one when something is built.
 """
 
 from __future__ import annotations
@@ -13,14 +15,18 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, NoReturn, get_args
 
+from trainformer.config.line_syntax import uses_line_syntax
 from trainformer.config.nodes import (
     Call,
     Config,
     ConfigList,
+    ConfigTuple,
     Kind,
+    Missing,
     Place,
     Secret,
     Source,
+    Var,
     at,
     dotted_name,
     free_name,
@@ -33,7 +39,8 @@ from trainformer.core.secrets import remember, variable_name
 
 yaml: Any = require("yaml", "config", "to read YAML")
 
-KINDS = get_args(Kind)
+KINDS: dict[str, Kind] = {**{kind: kind for kind in get_args(Kind)}, "call": "singleton"}  # by their tags
+COLLECTIONS = ("list", "dict", "tuple", "dlist")
 MERGE = "tag:yaml.org,2002:merge"
 FLOAT = re.compile(
     r"""^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
@@ -44,6 +51,7 @@ FLOAT = re.compile(
     |\.(?:nan|NaN|NAN))$""",
     re.VERBOSE,
 )
+_POSITION = re.compile(r"arg\d+")
 # Nested aliases turn a small file into a huge config: nine levels of nine make 387 million values.
 MOST_COPIES = 100_000
 
@@ -51,8 +59,11 @@ MOST_COPIES = 100_000
 class Reader(yaml.SafeLoader):  # type: ignore[misc]
     """Reads one document. `variables` are the values of `!var`."""
 
-    def __init__(self, text: str, source: Source, variables: Mapping[str, Any], place: Place) -> None:
+    def __init__(
+        self, text: str, source: Source, variables: Mapping[str, Any], place: Place, forgather: bool = False
+    ) -> None:
         super().__init__(text)
+        self.forgather = forgather
         self.source = source
         self.variables = variables
         self.whole = place
@@ -85,7 +96,7 @@ class Reader(yaml.SafeLoader):  # type: ignore[misc]
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
         seen: dict[Any, int] = {}
-        for key_node, _ in node.value:
+        for key_node, _ in () if self.forgather else node.value:
             if key_node.tag == MERGE or not isinstance(key_node, yaml.ScalarNode):
                 continue
             key = self.construct_object(key_node)
@@ -133,28 +144,44 @@ class Reader(yaml.SafeLoader):  # type: ignore[misc]
     def is_empty(self, node: Any) -> bool:
         return isinstance(node, yaml.ScalarNode) and node.value == "" and node.style is None
 
-    def collection(self, kind: str, suffix: str, node: Any) -> Config | ConfigList:
-        """`!list:@name`, `!dict:@name`, and both without a name."""
-        wanted = yaml.SequenceNode if kind == "list" else yaml.MappingNode
-        made: Config | ConfigList
-        if self.is_empty(node):
-            empty = self.place(node)
-            made = ConfigList(place=empty) if kind == "list" else Config(source=self.source, place=empty)
-        elif not isinstance(node, wanted):
-            self.refuse(node, f"{'items' if kind == 'list' else 'keys and values'} below !{kind}", node.id)
-        else:
-            made = self.sequence(node) if kind == "list" else self.mapping(node)
-        if suffix and not suffix.startswith("@"):
-            self.refuse(node, f"!{kind} or !{kind}:@name", f"!{kind}:{suffix}")
-        made.name, made.tagged = suffix[1:] or None, True
+    def collection(self, kind: str, suffix: str, node: Any) -> Config | ConfigList | ConfigTuple:
+        """`!list:@name`, `!dict:@name`, `!tuple:@name`, `!dlist:@name`, and all of them without a name."""
+        wanted = yaml.MappingNode if kind in ("dict", "dlist") else yaml.SequenceNode
+        if not self.is_empty(node) and not isinstance(node, wanted):
+            what = "keys and values" if wanted is yaml.MappingNode else "items"
+            self.refuse(node, f"{what} below !{kind}", node.id)
+        if suffix and not suffix.startswith((":@", "@")):
+            self.refuse(node, f"!{kind} or !{kind}:@name", f"!{kind}{suffix}")
+        made = self._collected(kind, node)
+        made.name = suffix[2:] or None if suffix.startswith(":") else None
         return made
 
-    def call(self, kind: Kind, suffix: str, node: Any) -> Call:
+    def _collected(self, kind: str, node: Any) -> Config | ConfigList | ConfigTuple:
+        place = self.place(node)
+        if kind == "dict":
+            made = Config(source=self.source, place=place) if self.is_empty(node) else self.mapping(node)
+            made.tagged = True
+            return made
+        if self.is_empty(node):
+            items = ConfigList(place=place)
+        elif kind == "dlist":
+            items = ConfigList([item for item in self.mapping(node).values() if item is not None], place=place)
+        else:
+            items = self.sequence(node)
+        if kind == "tuple":
+            fixed = ConfigTuple(items)
+            fixed.place = place
+            return fixed
+        items.tagged = True
+        return items
+
+    def call(self, tag: str, suffix: str, node: Any) -> Call:
         """`!singleton:module:Class`, followed by its arguments."""
         target, mark, name = suffix.partition("@")
         if not target or (mark and not name):
-            self.refuse(node, f"!{kind}:module:Class or !{kind}:module:Class@name", node.tag)
+            self.refuse(node, f"!{tag}:module:Class or !{tag}:module:Class@name", node.tag)
         place = self.place(node)
+        kind: Kind = "lambda" if self.forgather and tag == "partial" else KINDS[tag]
         made = Call(kind, target, ConfigList(place=place), Config(source=self.source, place=place), name or None)
         made.place, made.anchor = place, self.anchors_of.get(node)
         if self.is_empty(node):
@@ -172,9 +199,11 @@ class Reader(yaml.SafeLoader):  # type: ignore[misc]
         return made
 
     def _arguments(self, node: Any, none: ConfigList, given: Config) -> tuple[ConfigList, Config]:
-        """Keyword arguments, unless the keys are just `args` and `kwargs`."""
+        """Keyword arguments, unless the keys are just `args` and `kwargs`; `arg0`, `arg1`, ... are positional."""
         if not given or not given.keys() <= {"args", "kwargs"}:
-            return none, given
+            numbered = [key for key in given if isinstance(key, str) and _POSITION.fullmatch(key)]
+            numbered.sort(key=lambda key: int(key.removeprefix("arg")))
+            return ConfigList([given.pop(key) for key in numbered], place=none.place), given
         args, kwargs = given.get("args", none), given.get("kwargs", Config(source=self.source, place=none.place))
         if not isinstance(args, ConfigList) or not isinstance(kwargs, Config):
             do = "An argument of this name is written as kwargs: {args: ...}."
@@ -189,6 +218,8 @@ class Reader(yaml.SafeLoader):  # type: ignore[misc]
             self.refuse(node, '!var "name" or !var {name: x, default: 3}', dict(given))
         if name in self.variables:
             return self.variables[name]
+        if self.forgather:
+            return Var(name, given.get("default", Missing), self.place(node))
         if "default" in given:
             return given["default"]
         hint = did_you_mean(name, self.variables) or f"Pass it as a keyword or with --var {name}=value."
@@ -206,20 +237,22 @@ class Reader(yaml.SafeLoader):  # type: ignore[misc]
         return value
 
     def unknown(self, node: Any) -> NoReturn:
-        known = [*(f"!{kind}:module:Class" for kind in KINDS), "!list", "!dict", "!var", "!secret"]
+        known = [*(f"!{tag}:module:Class" for tag in KINDS), *(f"!{kind}" for kind in COLLECTIONS), "!var", "!secret"]
         word = node.tag.split(":")[0]
         close = [usage for usage in known if did_you_mean(word, [usage.split(":")[0]])]
         self.refuse(node, "a known tag", node.tag, f"There is: {', '.join(close[:1] or known)}.")
 
 
 def _add_tags() -> None:
-    for kind in KINDS:
-        Reader.add_multi_constructor(f"!{kind}:", lambda self, suffix, node, kind=kind: self.call(kind, suffix, node))
-    for kind in ("list", "dict"):
+    for tag in KINDS:
+        Reader.add_multi_constructor(f"!{tag}:", lambda self, suffix, node, tag=tag: self.call(tag, suffix, node))
+    for kind in COLLECTIONS:
         Reader.add_constructor(f"!{kind}", lambda self, node, kind=kind: self.collection(kind, "", node))
-        Reader.add_multi_constructor(
-            f"!{kind}:", lambda self, suffix, node, kind=kind: self.collection(kind, suffix, node)
-        )
+        for mark in (":", "@"):
+            Reader.add_multi_constructor(
+                f"!{kind}{mark}",
+                lambda self, suffix, node, kind=kind, mark=mark: self.collection(kind, mark + suffix, node),
+            )
     Reader.add_constructor("!var", Reader.variable)
     Reader.add_constructor("!secret", Reader.secret)
     Reader.add_constructor("tag:yaml.org,2002:map", Reader.mapping)
@@ -241,10 +274,12 @@ _add_tags()
 read_numbers_like_python(Reader)
 
 
-def parse_yaml(text: str, source: Source, variables: Mapping[str, Any], place: Place) -> Any:
+def parse_yaml(
+    text: str, source: Source, variables: Mapping[str, Any], place: Place, *, forgather: bool = False
+) -> Any:
     """The value of the text. `place` is that of its first line, or has no line."""
     try:
-        reader = Reader(text, source, variables, place)
+        reader = Reader(text, source, variables, place, forgather)
         try:
             return reader.get_single_data()
         finally:
@@ -297,7 +332,8 @@ class _Writer(yaml.SafeDumper):  # type: ignore[misc]
         return node
 
     def mapping(self, data: Config) -> Any:
-        tag = f"!dict{f':@{data.name}' if data.name else ''}" if data.tagged else "tag:yaml.org,2002:map"
+        is_data = data.tagged or (data.source.forgather and "type" in data)
+        tag = f"!dict{f':@{data.name}' if data.name else ''}" if is_data else "tag:yaml.org,2002:map"
         return self.named(self._mapping(tag, data), data.name)
 
     def _mapping(self, tag: str, data: Mapping[Any, Any]) -> Any:
@@ -322,8 +358,13 @@ class _Writer(yaml.SafeDumper):  # type: ignore[misc]
         first, newline, _ = data.partition("\n")
         # PyYAML cannot read its own block that starts with a space.
         block = "|" if newline and first == first.strip(" \t") else None
-        style = '"' if any(mark in data for mark in _ODD) else block
+        style = '"' if any(mark in data for mark in _ODD) or uses_line_syntax(data) else block
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+    def variable(self, data: Var) -> Any:
+        if data.default is Missing:
+            return self.represent_scalar("!var", data.name)
+        return self._mapping("!var", {"name": data.name, "default": data.default})
 
     def other(self, data: Any) -> Any:
         return self.represent_data(plain_value(data))
@@ -332,6 +373,8 @@ class _Writer(yaml.SafeDumper):  # type: ignore[misc]
 _Writer.add_representer(Config, _Writer.mapping)
 _Writer.add_representer(ConfigList, _Writer.sequence)
 _Writer.add_representer(Call, _Writer.call)
+_Writer.add_representer(Var, _Writer.variable)
+_Writer.add_representer(ConfigTuple, lambda self, data: self.represent_sequence("!tuple", data))
 _Writer.add_representer(dict, lambda self, data: self._mapping("tag:yaml.org,2002:map", data))
 _Writer.add_representer(str, _Writer.text)
 _Writer.add_representer(Secret, lambda self, data: self.represent_scalar("!secret", data.name))

@@ -19,6 +19,8 @@ from trainformer.callbacks.compat.huggingface_types import IntervalStrategy, Nam
 from trainformer.core.errors import BadArgument, expected
 from trainformer.hf.distributed import AcceleratorConfig, this_process
 
+logger = logging.getLogger("trainformer")
+
 LOG_LEVELS = {
     "detail": logging.DEBUG,
     "debug": logging.DEBUG,
@@ -54,6 +56,7 @@ def normalise(args: Any) -> None:
         setattr(args, name, Name(getattr(value, "value", value)))
     args.debug = _words(args.debug)
     args.disable_tqdm = bool(args.disable_tqdm)
+    args.max_grad_norm = 0.0 if args.max_grad_norm is None else args.max_grad_norm
     if isinstance(args.include_num_input_tokens_seen, bool):
         args.include_num_input_tokens_seen = "all" if args.include_num_input_tokens_seen else "no"
     args.do_eval = args.do_eval or args.eval_strategy != "no"
@@ -185,6 +188,31 @@ def check_forgather(args: Any) -> None:
     _check(args, "preserve_n_best", lambda v: v >= 1, "a whole number of at least 1")
     _check(args, "fp8_dim_alignment", lambda v: v >= 1, "a whole number of at least 1")
     _check(args, "max_eval_steps", lambda v: v == -1 or v >= 1, "a whole number of at least 1, or -1 for all")
+
+
+#: Fields of Forgather's Trainer that have no other meaning here, with their defaults and what to do instead.
+_FORGATHER_ONLY = {
+    "epoch_train_steps": (100_000, "Set max_steps for data without a length."),
+    "gc_threshold": (0.5, "Use torch_empty_cache_steps."),
+    "construct_model_on": ("default", "Pass model_init; a strategy that shards the model builds it in parts."),
+    "fuse_optim_with_backward": (False, "The gradients of a step are summed and checked before the optimizer runs."),
+    "speed_metrics_start_step": (1, "Use trainformer.callbacks.Throughput, which leaves out the first steps."),
+}
+
+
+def check_forgather_trainer(args: Any) -> None:
+    """Validate the fields of Forgather's `Trainer`."""
+    for name, (default, instead) in _FORGATHER_ONLY.items():
+        if getattr(args, name) != default:
+            raise BadArgument(expected(f"{name} to be {default!r}", getattr(args, name), instead))
+    if not args.save_safetensors:
+        logger.info("save_safetensors=False has no effect: weights are written as safetensors, tied ones too")
+    if args.activation_memory_budget is not None:
+        _check(args, "activation_memory_budget", lambda v: 0 <= v <= 1, "a number from 0 to 1, or None")
+        if not args.torch_compile:
+            raise BadArgument(expected("torch_compile with activation_memory_budget", False, "Set torch_compile=True."))
+    if args.seed == -1:  # any
+        args.seed = int.from_bytes(os.urandom(4)) >> 1
 
 
 def _resolve_precision(args: Any) -> None:

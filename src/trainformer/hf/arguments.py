@@ -11,7 +11,13 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
-from trainformer.hf.argument_checks import check_forgather, check_supported, normalise, validate
+from trainformer.hf.argument_checks import (
+    check_forgather,
+    check_forgather_trainer,
+    check_supported,
+    normalise,
+    validate,
+)
 from trainformer.hf.argument_methods import ArgumentMethods
 
 #: Names of older versions of transformers.
@@ -210,6 +216,14 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     fp8_recipe: str | None = None
     fp8_dim_alignment: int = 16
     qat_recipe: str | None = None
+    save_optimizer_state: bool = True  # False: not part of checkpoints, like the next three
+    save_scheduler_state: bool = True
+    save_dataset_state: bool = True  # the position in the data, and the progress of the run
+    save_rng_state: bool = True
+    restore_optimizer_state: bool = True  # False: not loaded from checkpoints, like the next three
+    restore_scheduler_state: bool = True
+    restore_dataset_state: bool = True
+    restore_rng_state: bool = True
     dispatch_batches: bool = False  # rank 0 reads the data and sends each rank its part
     strategy_options: dict | str | None = None  # options of the strategy of DDPTrainer, FSDPTrainer, ...
 
@@ -226,6 +240,21 @@ class TrainingArguments(BaseTrainingArguments):
     >>> args.mixed_precision, str(args.eval_strategy), args.do_eval
     ('bf16', 'epoch', True)
     """
+
+    # Of Forgather's Trainer
+    save_safetensors: bool = True  # False has no effect: weights are always safetensors, and tied ones are no problem
+    torch_compile_dynamic: bool | None = None
+    torch_compile_full_graph: bool = False
+    activation_memory_budget: float | None = None  # how much of the activations torch.compile keeps, from 0 to 1
+    epoch_train_steps: int = 100_000  # accepted at its default, like those below
+    gc_threshold: float = 0.5
+    construct_model_on: str = "default"
+    fuse_optim_with_backward: bool = False
+    speed_metrics_start_step: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_forgather_trainer(self)
 
 
 @dataclass(kw_only=True, repr=False)
@@ -249,12 +278,12 @@ class Seq2SeqTrainingArguments(TrainingArguments):
 
 
 def arguments_from(args: Any) -> Any:
-    """Arguments for a trainer: our own, None for the defaults, or an instance of transformers' classes.
+    """Arguments for a trainer: our own, also as a dict, None for the defaults, or an instance of transformers' classes.
 
     The latter is used itself, with Forgather's additions at their defaults.
     """
-    if args is None:
-        args = TrainingArguments()
+    if args is None or isinstance(args, dict):
+        args = TrainingArguments(**(args or {}))
     if isinstance(args, MinimalTrainingArguments) and not isinstance(args, BaseTrainingArguments):
         args = TrainingArguments(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)})
     if not isinstance(args, BaseTrainingArguments):

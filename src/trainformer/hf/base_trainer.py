@@ -14,7 +14,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import GenericAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,23 +23,25 @@ from torch import nn
 from torch.nn.attention import sdpa_kernel
 
 from trainformer.adapters.base import is_adapted, unwrap_model
-from trainformer.backends.torch import capture_random, restore_random
 from trainformer.backends.torch.memory import sdpa_backends
 from trainformer.callbacks.base import CallbackList
-from trainformer.callbacks.compat import unwrap_callback
+from trainformer.callbacks.compat.handlers import call_handler
 from trainformer.callbacks.compat.huggingface import Bridge, HuggingFaceCallback, changed_flags
 from trainformer.callbacks.compat.huggingface_types import TrainerControl, TrainerState
-from trainformer.checkpointing import CheckpointStore, Retention, SharingPattern, StateComponent, StatefulAdapter
+from trainformer.checkpointing import CheckpointStore, Retention, SharingPattern, StateComponent
 from trainformer.checkpointing.checkpointer import Checkpointer, load_components, read_states
 from trainformer.checkpointing.torch_files import TorchFiles, write_component
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.distributed import TorchProcessGroup
 from trainformer.engine.state import append_record
 from trainformer.hf.arguments import MinimalTrainingArguments, arguments_from
+from trainformer.hf.callback_view import CallbackView
+from trainformer.hf.checkpoint_manager import RNGState, TrainerCheckpoints
 from trainformer.hf.checkpoints import ARGUMENTS, place_adapter
 from trainformer.hf.compat import ScriptMixin
 from trainformer.hf.distributed import join, this_process
-from trainformer.hf.run import LogRelay
+from trainformer.hf.forgather import StatefulsMixin, skipped_components
+from trainformer.hf.outputs import CallableBool, TrainOutput
 from trainformer.hf.settings import CHECKPOINT_NAME, KEEP_ALL, monitored_metric, num_best_kept
 from trainformer.hf.task import save_pretrained_assets
 
@@ -47,16 +50,14 @@ logger = logging.getLogger("trainformer")
 _FLAGS = tuple(TrainerControl.__dataclass_fields__)
 
 
-class TrainOutput(NamedTuple):
-    """The result of `train()`. If a callback stopped the run, `metrics` has `stopped_by` and `stop_reason`."""
+class BaseTrainer(ScriptMixin, StatefulsMixin, ABC):
+    """Base class of HF-style trainers. `callbacks` replace the default ones; `[]` means none."""
 
-    global_step: int
-    training_loss: float
-    metrics: dict[str, Any]
+    def __class_getitem__(cls, arguments: Any) -> Any:
+        """`BaseTrainer[MyArguments]`, for type checkers."""
+        return GenericAlias(cls, arguments)
 
-
-class BaseTrainer(ScriptMixin, ABC):
-    """Base class of HF-style trainers. `callbacks` are added to the default ones."""
+    checkpoint_manager: Any = None  # a subclass may create its own in `_prepare`
 
     @classmethod
     def default_callbacks(cls) -> list[Any]:
@@ -107,7 +108,7 @@ class BaseTrainer(ScriptMixin, ABC):
         state.max_steps, state.num_train_epochs = self.args.max_steps, self.args.num_train_epochs
         state.train_batch_size = self.args.per_device_train_batch_size
         state.logging_steps, state.eval_steps = self.args.logging_steps, self.args.eval_steps or state.eval_steps
-        for callback in [*self.default_callbacks(), *(callbacks or ())]:
+        for callback in self._initial_callbacks(callbacks):
             self.add_callback(callback)
 
     def __repr__(self) -> str:
@@ -160,6 +161,9 @@ class BaseTrainer(ScriptMixin, ABC):
                 stack.enter_context(torch.autograd.detect_anomaly(check_nan=True))
             if args.dynamo_recompile_limit is not None:
                 stack.enter_context(torch._dynamo.config.patch(recompile_limit=args.dynamo_recompile_limit))
+            budget = getattr(args, "activation_memory_budget", None)
+            if budget is not None:
+                stack.enter_context(torch._functorch.config.patch(activation_memory_budget=budget))
             if args.full_determinism:
                 before = torch.are_deterministic_algorithms_enabled()
                 stack.callback(torch.use_deterministic_algorithms, before)
@@ -188,7 +192,8 @@ class BaseTrainer(ScriptMixin, ABC):
         """A new model from `model_init`, which takes no argument, or the trial of a hyperparameter search."""
         assert self.model_init is not None
         try:
-            takes_trial = bool(inspect.signature(self.model_init).parameters)
+            parameters = inspect.signature(self.model_init).parameters.values()
+            takes_trial = any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
         except ValueError:  # a builtin
             takes_trial = False
         return self.model_init(trial) if takes_trial else self.model_init()
@@ -199,10 +204,17 @@ class BaseTrainer(ScriptMixin, ABC):
 
     # -- callbacks -----------------------------------------------------------------------------------------
 
+    def _initial_callbacks(self, given: Iterable[Any] | None) -> list[Any]:
+        return self.default_callbacks() if given is None else list(given)
+
     @property
-    def callbacks(self) -> list[Any]:
-        """The callbacks in order."""
-        return [unwrap_callback(callback) for callback in self._callbacks if not isinstance(callback, LogRelay)]
+    def callbacks(self) -> CallbackView:
+        """The callbacks in order; a list that can be changed."""
+        return CallbackView(self)
+
+    @callbacks.setter
+    def callbacks(self, callbacks: Iterable[Any]) -> None:
+        CallbackView(self).replace(callbacks)
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback: an object, a class to instantiate, or a name."""
@@ -221,15 +233,18 @@ class BaseTrainer(ScriptMixin, ABC):
         """The progress of the run."""
         return self._bridge.state
 
+    @state.setter
+    def state(self, state: TrainerState) -> None:
+        self._bridge.state = state
+
     @property
     def control(self) -> TrainerControl:
         """The requests of callbacks. Assigning another control takes over its flags."""
         return self._bridge.control
 
     @control.setter
-    def control(self, control: Any) -> None:
-        for name in _FLAGS:
-            setattr(self._bridge.control, name, bool(getattr(control, name, False)))
+    def control(self, control: TrainerControl) -> None:
+        self._bridge.control = control
 
     @property
     def compute_loss_func(self) -> Callable[..., torch.Tensor] | None:
@@ -255,25 +270,26 @@ class BaseTrainer(ScriptMixin, ABC):
     def _call_callback(self, callback: Any, event: str, extra: dict[str, Any]) -> None:
         control = self.control
         before = {name: bool(getattr(control, name)) for name in _FLAGS}
-        returned = getattr(callback, event)(
-            self.args,
-            self.state,
-            control,
-            model=self.unwrapped_model() if self.model is not None else None,
-            processing_class=self.processing_class,
-            optimizer=self.optimizer,
-            lr_scheduler=self.lr_scheduler,
-            train_dataloader=self.train_dataloader,
-            eval_dataloader=self.eval_dataloader,
-            trainer=self,
+        keywords = {
+            "model": self.unwrapped_model() if self.model is not None else None,
+            "processing_class": self.processing_class,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+            "train_dataloader": self.train_dataloader,
+            "eval_dataloader": self.eval_dataloader,
+            "trainer": self,
             **extra,
-        )
-        for name in changed_flags(before, control, returned):
+        }
+        returned = call_handler(getattr(callback, event), self.args, self.state, control, keywords)
+        changed = changed_flags(before, control, returned)
+        for name in changed:
             setattr(control, name, not before[name])
-            stops = {"should_training_stop": "stop", "should_abort_without_save": "abort"}
-            if name in stops and not before[name] and self._stop_requested_by is None:
-                self._stop_requested_by = type(callback).__name__, event, stops[name]
-                logger.info("%s asked to %s in %s", *(self._stop_requested_by[i] for i in (0, 2, 1)))
+        # Abort wins over stop: it is what the user has to know of.
+        stops = {"should_abort_without_save": "abort", "should_training_stop": "stop"}
+        asked = next((reason for name, reason in stops.items() if name in changed and not before[name]), None)
+        if asked is not None and self._stop_requested_by is None:
+            self._stop_requested_by = type(callback).__name__, event, asked
+            logger.info("%s asked to %s in %s", type(callback).__name__, asked, event)
 
     # -- saving and loading --------------------------------------------------------------------------------
 
@@ -283,6 +299,8 @@ class BaseTrainer(ScriptMixin, ABC):
         Override it, or `_save`, to write more files; checkpoints call it, too. Call it on every rank: a sharded model
         is gathered. Rank 0 writes.
         """
+        if self._own_manager is not None:
+            return self._own_manager.save_model(output_dir, overwrite_output_dir=self.args.overwrite_output_dir)
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         weights = None if self._skips_weights else self._weights()
         if self.is_world_process_zero:
@@ -333,6 +351,11 @@ class BaseTrainer(ScriptMixin, ABC):
     def _weights(self) -> dict[str, Any]:
         return next(c for c in self.get_state_components() if c.key == "model").stateful.state_dict()
 
+    @property
+    def _own_manager(self) -> Any:
+        """The checkpoint manager that a subclass has created."""
+        return None if isinstance(self.checkpoint_manager, TrainerCheckpoints) else self.checkpoint_manager
+
     def _join(self) -> TorchProcessGroup:
         """The process group of the run."""
         return join(self.args)
@@ -342,6 +365,8 @@ class BaseTrainer(ScriptMixin, ABC):
 
         The default path is ``output_dir/checkpoint-<step>``; older checkpoints there are deleted as the arguments say.
         """
+        if self._own_manager is not None:
+            return str(self._own_manager.save_checkpoint(checkpoint_path))
         metric, greater_is_better = monitored_metric(self.args)
         keep = Retention(
             last=self.args.save_total_limit or KEEP_ALL,
@@ -354,7 +379,7 @@ class BaseTrainer(ScriptMixin, ABC):
             folder, naming = Path(checkpoint_path).parent, Path(checkpoint_path).name
             keep = Retention(last=KEEP_ALL)
         checkpointer = Checkpointer(
-            self.get_state_components,
+            self._components,
             TorchFiles(),
             CheckpointStore(folder, naming),
             keep,
@@ -369,13 +394,21 @@ class BaseTrainer(ScriptMixin, ABC):
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str] | None = None) -> None:
         """Load a checkpoint, by default the newest in `output_dir`. Raises if it does not fit."""
-        states = read_states(self._checkpoint_at(checkpoint_path), TorchFiles(), self._join().rank)
-        load_components(self.get_state_components(), states)
+        if self._own_manager is not None:
+            return self._own_manager.load_checkpoint(checkpoint_path)
+        path = self._checkpoint_at(checkpoint_path)
+        states = read_states(path, TorchFiles(), self._join().rank, skips_deleted=True)
+        load_components(self._restored_components(), states)
+
+    def _restored_components(self) -> list[StateComponent]:
+        skipped = skipped_components(self.args, "restore")
+        parts = self.get_state_components()
+        return [part for part in (*parts, *self.extra_components(p.key for p in parts)) if part.key not in skipped]
 
     def _checkpoint_at(self, path: str | os.PathLike[str] | None) -> Path:
         if path is not None:
             return Path(path)
-        newest = CheckpointStore(Path(self.args.output_dir)).newest()
+        newest = CheckpointStore(Path(self.args.output_dir), skips_deleted=True).newest()
         if newest is None:
             do = "Pass the path of one."
             raise DataError(expected("a checkpoint in output_dir", f"none in {self.args.output_dir}", do))
@@ -391,8 +424,13 @@ class BaseTrainer(ScriptMixin, ABC):
         parts.append(StateComponent("trainer", self, required=False))
         if hasattr(self.train_dataloader, "state_dict"):
             parts.append(StateComponent("dataset", self.train_dataloader, required=False))
-        rng = StatefulAdapter(capture_random, restore_random)
-        return [*parts, StateComponent("rng", rng, SharingPattern.PER_RANK, required=False)]
+        return [*parts, StateComponent("rng", RNGState(), SharingPattern.PER_RANK, required=False)]
+
+    def _components(self) -> list[StateComponent]:
+        """The components under the names by which they are saved."""
+        parts = self.get_state_components()
+        parts += self.extra_components(part.key for part in parts)
+        return [part for part in parts if part.key not in skipped_components(self.args, "save")]
 
     def get_process_groups(self) -> dict[str, Any]:
         """Process groups by name, for components that are shared within one; empty for a single process."""
@@ -409,13 +447,3 @@ class BaseTrainer(ScriptMixin, ABC):
         """Restore what `state_dict` returned."""
         for name, value in state_dict.items():
             setattr(self.state, name, list(value) if name == "log_history" else value)
-
-
-class CallableBool(int):
-    """A bool that can be called: a method in HF, an attribute in Forgather."""
-
-    def __call__(self) -> bool:
-        return bool(self)
-
-    def __repr__(self) -> str:
-        return repr(bool(self))

@@ -78,7 +78,7 @@ def find_checkpoint(wanted: Any, output_dir: str | None) -> str | None:
             )
         return None if newest is None else str(newest)
     path = Path(wanted).expanduser()
-    if not path.exists() or (path.is_dir() and not _has_files(path)):
+    if not path.exists() or (path.is_dir() and not has_weights(path)):
         raise DataError(
             f"Can't find a valid checkpoint at {wanted}: expected a folder written by a trainer, received "
             f"{'a folder without weights' if path.exists() else 'a path that does not exist'}."
@@ -88,15 +88,16 @@ def find_checkpoint(wanted: Any, output_dir: str | None) -> str | None:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint in a folder, of ours or of HF; damaged ones are skipped with a warning."""
-    own = CheckpointStore(folder).newest()
+    own = CheckpointStore(folder, skips_deleted=True).newest()
     others = [p for p in folder.glob("checkpoint-*") if is_named(p) and not (p / MANIFEST).exists()]
-    complete = sorted((p for p in others if (p / STATE).exists() and _has_files(p)), key=step_of)
+    complete = sorted((p for p in others if (p / STATE).exists() and has_weights(p)), key=step_of)
     if complete and (own is None or step_of(complete[-1]) > own.step):
         return complete[-1]
     return None if own is None else own.path
 
 
-def _has_files(path: Path) -> bool:
+def has_weights(path: Path) -> bool:
+    """Whether a folder has weights, of ours, of HF or of Forgather."""
     found = (path / MANIFEST).exists() or any((path / name).exists() for name in _WEIGHTS)
     return found or any(path.glob("*/adapter_model.safetensors")) or any(path.glob("step_*"))
 
@@ -136,7 +137,7 @@ def read_checkpoint_states(path: Path, run: HfRun) -> dict[str, Any] | None:
 
 
 def _read_theirs(path: Path, run: HfRun) -> dict[str, Any]:
-    states: dict[str, Any] = {"model": _weights(path, run.task.model)}
+    states: dict[str, Any] = {"model": model_weights(path, run.task.model)}
     saved = TrainerState.load_from_json(path / STATE)
     states["run"] = _progress(saved, run)
     if (path / "optimizer.pt").exists():
@@ -155,7 +156,7 @@ def _read_theirs(path: Path, run: HfRun) -> dict[str, Any]:
     return states
 
 
-def _weights(path: Path, model: nn.Module) -> dict[str, Tensor]:
+def model_weights(path: Path, model: nn.Module) -> dict[str, Tensor]:
     """The weights in a folder, whole or in shards; weights that HF does not write are filled in from the model."""
     if is_adapted(model):
         places = [path / adapter_file(model), path / "adapter_model.safetensors"]

@@ -152,3 +152,21 @@ def labels_of(labels: list[Any]) -> Any:
     if not labels:
         return None
     return labels[0] if len(labels) == 1 else tuple(labels)
+
+
+class TrainOutput(NamedTuple):
+    """The result of `train()`. If a callback stopped the run, `metrics` has `stopped_by` and `stop_reason`."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, Any]
+
+
+class CallableBool(int):
+    """A bool that can be called: a method in HF, an attribute in Forgather."""
+
+    def __call__(self) -> bool:
+        return bool(self)
+
+    def __repr__(self) -> str:
+        return repr(bool(self))

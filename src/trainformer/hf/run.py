@@ -17,6 +17,7 @@ from trainformer.callbacks.compat.huggingface_types import TrainerState
 from trainformer.checkpointing import StateComponent
 from trainformer.engine import Event
 from trainformer.hf.checkpoints import STATE, HfFiles, callback_states, read_checkpoint_states, report_changes
+from trainformer.hf.forgather import skipped_components
 from trainformer.hf.settings import CHECKPOINT_NAME
 from trainformer.run import RunSettings, TorchRun
 from trainformer.run.torch.api import TorchTrainerApi
@@ -51,6 +52,7 @@ class HfRun(TorchRun):
         self.files = HfFiles(task.model, getattr(self.parts.files, "on_device", False))
         self._saves_model_only = False
         self.backend.feeder.counts_padding = owner.front.args.include_num_input_tokens_seen == "all"
+        self._not_saved: set[str] = set()
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate with `evaluate` of the trainer, unless there is no data or `eval_delay` has not passed."""
@@ -78,11 +80,15 @@ class HfRun(TorchRun):
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def components(self) -> list[StateComponent]:
-        components = super().components()
+        """The parts of a checkpoint. Each but the model is skipped if its file was deleted."""
+        components = [part if part.key == "model" else replace(part, required=False) for part in super().components()]
         if type(self.task.model).load_state_dict is not nn.Module.load_state_dict:
             # The model decides what it can load, for example buffers of another size.
             components[0] = replace(components[0], stateful=replace(components[0].stateful, check=None))
-        return components[:1] if self._saves_model_only else components
+        if self._saves_model_only:
+            return components[:1]
+        components += self.owner.front.extra_components(part.key for part in components)
+        return [part for part in components if part.key not in self._not_saved]
 
     def save(self) -> str | None:
         """Write a checkpoint, with `_save_checkpoint` of the trainer if it is overridden."""
@@ -101,21 +107,26 @@ class HfRun(TorchRun):
             if best == self.state.step or self.checkpointer.store.path_of(best).exists():
                 front._bridge.state.best_model_checkpoint = os.path.join(front.args.output_dir, name)
         self._saves_model_only = front.args.save_only_model
+        self._not_saved = skipped_components(front.args, "save")
         try:
             self._saved_path = super().save()
             if self._saved_path is not None:
                 front._push_checkpoint(self._saved_path)
             return self._saved_path
         finally:
-            self._saves_model_only = False
+            self._saves_model_only, self._not_saved = False, set()
 
     def load(self, path: Path, only: Collection[str] | None = None) -> None:
         """Load a checkpoint of ours or of transformers."""
+        skipped = skipped_components(self.owner.front.args, "restore")
+        chosen = only
+        if only is None and skipped:
+            chosen = [part.key for part in self.components() if part.key not in skipped]
         states = read_checkpoint_states(path, self)
         if states is None:
-            super().load(path, only)
+            super().load(path, chosen)
         else:
-            self.load_states([c for c in self.components() if c.key in states], states, path, only)
+            self.load_states([c for c in self.components() if c.key in states], states, path, chosen)
         if only is None:
             if (path / STATE).exists():
                 self.task.flos = TrainerState.load_from_json(path / STATE).total_flos

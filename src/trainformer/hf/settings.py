@@ -115,6 +115,7 @@ def front_options(args: BaseTrainingArguments) -> FrontOptions:
         shows_messages=not args.disable_tqdm,
         keeps_records=False,
         marks_latest=False,
+        skips_deleted=True,
     )
 
 
@@ -234,7 +235,12 @@ class SequentialSampler:
 def _compile(args: BaseTrainingArguments) -> Any:
     if not args.torch_compile:
         return False
-    options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+    options = {
+        "backend": args.torch_compile_backend,
+        "mode": args.torch_compile_mode,
+        "dynamic": getattr(args, "torch_compile_dynamic", None),
+        "fullgraph": getattr(args, "torch_compile_full_graph", None) or None,
+    }
     return {name: value for name, value in options.items() if value is not None} or True
 
 

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,18 @@ from trainformer.checkpointing import CheckpointStore, StateComponent
 from trainformer.core.errors import BadArgument, expected
 from trainformer.distributed import TorchProcessGroup
 from trainformer.engine.state import append_record
-from trainformer.hf.base_trainer import TrainOutput
 from trainformer.hf.callbacks import InfoCallback, PrinterCallback, ProgressCallback
+from trainformer.hf.checkpoint_manager import TrainerCheckpoints
 from trainformer.hf.checkpoints import find_checkpoint
 from trainformer.hf.collate import as_dataset, collator_for
 from trainformer.hf.compat import check_overrides
 from trainformer.hf.dataloaders import is_stream
 from trainformer.hf.evaluation import EvaluatingTrainer
 from trainformer.hf.features import MemoryMetrics, callbacks_of, prepare_model, set_log_level, training_features
+from trainformer.hf.forgather import check_environment, combined_callbacks, factories, takes_outputs
 from trainformer.hf.hub import HubMixin
 from trainformer.hf.optimizers import OptimizerMixin
+from trainformer.hf.outputs import TrainOutput
 from trainformer.hf.run import HfHandle, HfRun, LogRelay
 from trainformer.hf.search import SearchMixin
 from trainformer.hf.settings import front_options, planned_steps, settings_of
@@ -91,8 +94,12 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        optimizer_factory: Callable[[Any], Any] | None = None,
+        lr_scheduler_factory: Callable[..., Any] | None = None,
+        distributed_env: Any = None,
     ) -> None:
         check_overrides(type(self))
+        check_environment(distributed_env)
         self._run: HfRun | None = None
         self._handle = HfHandle(self)
         self._has_trained = False  # whether the run has begun: another train() needs a new one
@@ -103,6 +110,7 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
         self._resume: str | None = None
         self._record: dict[str, Any] | None = None  # the log record that is passing through an overridden `log`
         self._sharded_by: str | None = None
+        self.checkpoint_manager = TrainerCheckpoints(self)
         super().__init__(
             args,
             model,
@@ -111,7 +119,7 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
             processing_class=processing_class,
             model_init=model_init,
             callbacks=callbacks,
-            compute_loss_func=compute_loss_func,
+            compute_loss_func=takes_outputs(compute_loss_func),
         )
         if self.args.disable_tqdm and self._callbacks.remove(ProgressCallback) is not None:
             self.add_callback(PrinterCallback())
@@ -122,7 +130,10 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
         self.data_collator = collator_for(data_collator, processing_class)
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self._given_optimizer, self._given_scheduler = self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer, self.lr_scheduler = optimizers
+        self._given_optimizer, self._given_scheduler = factories(
+            optimizers, optimizer_factory, lr_scheduler_factory, self.make_model
+        )
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         if model_init is not None and (optimizers[0] is not None or optimizers[1] is not None):
             do = "Override create_optimizer_and_scheduler instead."
@@ -136,6 +147,9 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
         if self.args.push_to_hub:
             self.init_hf_repo()
         self._dispatch_event("on_init_end")
+
+    def _initial_callbacks(self, given: Iterable[Any] | None) -> list[Any]:
+        return combined_callbacks(self.default_callbacks(), given)
 
     def _init_model(self, trial: Any = None) -> None:
         """Make the model with `model_init`, after seeding: each `train()` starts from the same weights."""
@@ -330,6 +344,10 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
             self._bridge.sync_history(self._handle)
         return self._bridge.state
 
+    @state.setter
+    def state(self, state: TrainerState) -> None:
+        self._bridge.state = state
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> TrainerControl:
         """Add the epoch to metrics, send them to the loggers, add them to the log history, and dispatch `on_log`."""
         logs.setdefault("epoch", self.state.epoch)
@@ -355,7 +373,11 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
         return adapter_state_dict(model) if is_adapted(model) else model.state_dict()
 
     def get_state_components(self) -> list[StateComponent]:
-        """The components of a checkpoint."""
+        """The components of a checkpoint, under Forgather's names."""
+        names = {"schedule": "scheduler", "run": "trainer", "data": "dataset"}
+        return [replace(part, key=names.get(part.key, part.key)) for part in self._components()]
+
+    def _components(self) -> list[StateComponent]:
         return self._ready_run().components()
 
     def load_checkpoint(self, checkpoint_path: Any = None) -> None:

@@ -75,7 +75,12 @@ def _open(run: Run, folder: RunFolder | NoFolder) -> None:
     run.checkpointer = checkpointer = Checkpointer(
         run.components,
         run.files,
-        CheckpointStore(folder.checkpoints, run.options.checkpoint_name, run.options.marks_latest),
+        CheckpointStore(
+            folder.checkpoints,
+            run.options.checkpoint_name,
+            run.options.marks_latest,
+            skips_deleted=run.options.skips_deleted,
+        ),
         settings.retention(),
         asynchronous=settings.save_async,
         process_group=process_group,

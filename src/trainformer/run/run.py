@@ -279,7 +279,8 @@ class Run(ABC):
 
     def load(self, path: Path, only: Collection[str] | None = None) -> None:
         """Load a file, a checkpoint folder, or a run folder (its newest checkpoint)."""
-        self.load_states(self.components(), read_states(path, self.files, self.process_group.rank), path, only)
+        states = read_states(path, self.files, self.process_group.rank, self.options.skips_deleted)
+        self.load_states(self.components(), states, path, only)
 
     def load_states(
         self, components: Sequence[StateComponent], states: dict[str, Any], path: Path, only: Collection[str] | None

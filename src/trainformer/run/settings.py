@@ -134,8 +134,9 @@ class FrontOptions:
 
     `plan` replaces fields of the loop's plan. Without `keeps_folder` nothing is written to disk. `checkpoint_name` is
     formatted with the step. With `shows_messages` log messages go to the console whatever loggers there are.
-    Without `keeps_records` a run writes checkpoints and nothing else, unless it has a `run_dir`. `marks_latest` is
-    whether a file `latest` names the newest checkpoint. `fresh_start_hint` tells the user how to start from scratch,
+    With `skips_deleted`, a component whose file was deleted from a checkpoint keeps its initial state. Without
+    `keeps_records` a run writes checkpoints and nothing else, unless it has a `run_dir`. `marks_latest` is whether a
+    file `latest` names the newest checkpoint. `fresh_start_hint` tells the user how to start from scratch,
     `continue_hint` how to resume with other settings.
     """
 
@@ -145,6 +146,7 @@ class FrontOptions:
     marks_latest: bool = True
     checkpoint_name: str = "step_{:08d}"
     shows_messages: bool = False
+    skips_deleted: bool = False
     fresh_start_hint: str = "pass resume=None"
     continue_hint: str = "pass resume='{folder}'"
     signals: SignalRules = field(default_factory=SignalRules)

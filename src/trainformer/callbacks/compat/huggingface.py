@@ -6,14 +6,15 @@ steps; end of epoch; log, evaluate and save if due by epochs. Each side gets its
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainformer.callbacks.compat import CallbackAdapter
+from trainformer.callbacks.compat.handlers import call_handler
 from trainformer.callbacks.compat.huggingface_types import (
-    EVENTS,
     IntervalStrategy,
     TrainerCallback,
     TrainerControl,
@@ -48,8 +49,13 @@ def is_huggingface_callback(callback: Any) -> bool:
     classes = type(callback).__mro__
     if any(c.__name__ == "TrainerCallback" and c.__module__.startswith("transformers") for c in classes):
         return True
-    codes = [getattr(getattr(type(callback), name, None), "__code__", None) for name in EVENTS]
-    return any(c.co_varnames[: c.co_argcount][1:4] == ("args", "state", "control") for c in codes if c is not None)
+    methods: list[Any] = [getattr(type(callback), name, None) for name in dir(type(callback)) if name.startswith("on_")]
+    codes = [method.__code__ for method in methods if hasattr(method, "__code__")]
+    if any(code.co_varnames[: code.co_argcount][1:4] == ("args", "state", "control") for code in codes):
+        return True
+    # Forgather passes everything by name, so methods may name only what they need.
+    by_name = any(code.co_flags & inspect.CO_VARKEYWORDS for code in codes)
+    return by_name and all(code.co_varnames[1 : code.co_argcount][:1] != ("trainer",) for code in codes)
 
 
 class HuggingFaceCallback(CallbackAdapter):
@@ -103,10 +109,7 @@ class HuggingFaceCallback(CallbackAdapter):
         self._flush_epoch_end(trainer)  # pending if the checkpoint was saved between the save and the end of the epoch
 
     def _epoch_begin(self, trainer: Any) -> None:
-        run = trainer.state
-        self._epoch = run.epoch
-        steps = run.batch // arguments_of(trainer).gradient_accumulation_steps  # of an epoch that is resumed
-        self.bridge.state.epoch_start_step = run.step - steps
+        self._epoch = trainer.state.epoch
         self._call(trainer, "on_epoch_begin")
 
     def _substep_end(self, trainer: Any) -> None:
@@ -251,8 +254,11 @@ class Bridge:
         before |= dict(zip(_STOP_FLAGS, (engine.should_stop, engine.aborted), strict=True))
         for name, value in before.items():
             setattr(control, name, value)
-        returned = getattr(callback, event)(arguments_of(trainer), self.state, control, **_keywords(trainer), **extra)
-        for flag in changed_flags(before, control, returned):
+        keywords = {**_keywords(trainer), **extra}
+        returned = call_handler(getattr(callback, event), arguments_of(trainer), self.state, control, keywords)
+        changed = changed_flags(before, control, returned)
+        # Abort wins over stop, and is reported.
+        for flag in sorted(changed, key=lambda flag: flag != "should_abort_without_save"):
             if flag in _FLAGS:
                 setattr(engine, _FLAGS[flag], not before[flag])
             elif before[flag]:
@@ -275,6 +281,7 @@ class Bridge:
         state.best_metric, state.best_global_step = self.best_before if self.shows_previous_best else self.best(trainer)
         state.is_world_process_zero, state.is_local_process_zero = trainer.is_main, trainer.is_local_main
         args = arguments_of(trainer)
+        state.epoch_start_step = run.step - run.batch // args.gradient_accumulation_steps
         state.num_train_epochs = self._epochs(trainer, args)
         state.logging_steps, state.eval_steps = args.logging_steps, args.eval_steps or args.logging_steps
         state.save_steps, state.train_batch_size = args.save_steps, args.per_device_train_batch_size

@@ -13,7 +13,8 @@ from rich.console import Console
 from trainformer.callbacks.compat import unwrap_callback
 from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
 from trainformer.callbacks.progress import ProgressBar
-from trainformer.hf.callbacks.common import changed_arguments, is_evaluation, numbers, to_native
+from trainformer.core.errors import BadArgument, expected
+from trainformer.hf.callbacks.common import all_arguments, changed_arguments, is_evaluation, numbers, to_native
 from trainformer.loggers.console import ConsoleLogger
 
 logger = logging.getLogger("trainformer")
@@ -26,12 +27,22 @@ class ProgressCallback(TrainerCallback):
 
     If the output is not a terminal, or with ``args.disable_tqdm``, it prints the lines only. Only the main process
     prints. If a trainer has several progress bars, only the first one is shown.
+
+    Args:
+        use_tqdm: Whether to draw bars; by default if the output is a terminal.
+        output_stream: "stdout" (default), "stderr" or an open file.
+        console: A console of rich, in place of a stream.
     """
 
     sets_control = False
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console()
+    def __init__(
+        self, use_tqdm: bool | None = None, output_stream: Any = None, *, console: Console | None = None
+    ) -> None:
+        if isinstance(use_tqdm, Console):
+            use_tqdm, console = None, use_tqdm
+        self.use_tqdm = use_tqdm
+        self.console = console or _console(use_tqdm, output_stream)
         self.bar = ProgressBar(self.console)
         self._lines = ConsoleLogger(self.console, train_lines=True)
         self._is_shown = True
@@ -41,7 +52,7 @@ class ProgressCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._is_shown = state.is_world_process_zero and self._is_first(kwargs.get("trainer"))
-        self._draws = self._is_shown and not getattr(args, "disable_tqdm", False)
+        self._draws = self._is_shown and not getattr(args, "disable_tqdm", False) and self.use_tqdm is not False
         self._is_training = True
         if self._draws:
             view = _view(state)
@@ -107,6 +118,16 @@ class ProgressCallback(TrainerCallback):
         self.bar.on_validation_cleanup(_view(state))
 
 
+def _console(use_tqdm: bool | None, stream: Any) -> Console:
+    streams = {"stdout": False, "stderr": True}
+    if stream is not None and stream not in streams and not hasattr(stream, "write"):
+        raise BadArgument(expected("output_stream to be 'stdout', 'stderr' or an open file", stream))
+    forced = True if use_tqdm else None
+    if isinstance(stream, str) or stream is None:
+        return Console(stderr=streams[stream or "stdout"], force_terminal=forced)
+    return Console(file=stream, force_terminal=forced)
+
+
 def _view(state: TrainerState) -> Any:
     """What `ProgressBar` reads of a trainer."""
     total = state.max_steps if state.max_steps > 0 else None
@@ -135,10 +156,13 @@ class InfoCallback(TrainerCallback):
     """Logs a summary when training begins, with the logger "trainformer" at level INFO.
 
     It shows parameters (total, trainable, dtypes), dataset sizes, device, steps, effective batch size, and the
-    arguments that differ from their defaults.
+    arguments that differ from their defaults. With `verbose` it also shows all other arguments, and the model.
     """
 
     sets_control = False
+
+    def __init__(self, verbose: bool = False) -> None:
+        self.verbose = verbose
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -162,6 +186,9 @@ class InfoCallback(TrainerCallback):
         width = max(map(len, lines))
         text = "\n".join(f"  {name:<{width}}  {line}" for name, line in lines.items() if line)
         logger.info("training begins\n%s", text)
+        if self.verbose:
+            rest = [f"  {name}={value}" for name, value in sorted(all_arguments(args).items()) if name not in shown]
+            logger.info("all arguments\n%s\n%s", "\n".join(rest), model)
 
 
 def _describe_model(model: Any) -> str:
@@ -213,3 +240,14 @@ def _describe_batch(args: Any, trainer: Any) -> str:
     replicas = getattr(args, "world_size", 1) if process_group is None else process_group.dp_world_size
     total = size * accumulation * replicas
     return f"{total:,} samples per step: {size} per device x {accumulation} accumulated x {replicas} processes"
+
+
+class TrainerControlCallback(TrainerCallback):
+    """Logs how to control the run from another terminal when training begins. Every run can be, also without it."""
+
+    sets_control = False
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            folder = getattr(args, "logging_dir", None) or args.output_dir
+            logger.info("to control this run: trainformer ctl --help; its folder is %s", folder)

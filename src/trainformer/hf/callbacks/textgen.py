@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +20,8 @@ from trainformer.hf.callbacks.common import trainer_api
 from trainformer.hf.callbacks.tensorboard import WritingCallback
 from trainformer.models.modes import eval_mode
 
+logger = logging.getLogger("trainformer")
+
 _DEFAULT_NEW_TOKENS = 64
 # Setting one of these implies do_sample=True.
 _SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "typical_p")
@@ -31,8 +35,9 @@ class TextgenCallback(WritingCallback):
 
     `generation_config` is a dict of transformers' options (`max_new_tokens`, `do_sample`, `temperature`, ...), or a
     `GenerationConfig`. Defaults for a dict: 64 new tokens (fewer if the model has fewer positions left), and greedy
-    decoding unless you set a sampling option such as `temperature`, `top_p` or `top_k`. The tokenizer is the
-    `processing_class` of the trainer. A trial when training begins shows errors early.
+    decoding unless you set a sampling option such as `temperature`, `top_p` or `top_k`. `max_new_tokens` can also be
+    passed by itself. The tokenizer is the `processing_class` of the trainer. A trial when training begins shows errors
+    early.
     """
 
     def __init__(
@@ -41,6 +46,7 @@ class TextgenCallback(WritingCallback):
         prompts: Sequence[str] = (),
         generation_config: Any = None,
         generation_steps: int | None = 1000,
+        max_new_tokens: int | None = None,
         name: str = "generated",
     ) -> None:
         if not prompts and isinstance(summary_writer, list | tuple):  # TextgenCallback(prompts)
@@ -53,6 +59,13 @@ class TextgenCallback(WritingCallback):
             raise BadArgument(expected(what, generation_steps))
         self.generation_steps = generation_steps
         self.generation_config = {} if generation_config is None else generation_config
+        if max_new_tokens is not None:
+            config = copy.deepcopy(self.generation_config)
+            if isinstance(config, dict):
+                config["max_new_tokens"] = max_new_tokens
+            else:
+                config.max_new_tokens = max_new_tokens
+            self.generation_config = config
         self.name = name
         super().__init__(summary_writer)
 
@@ -147,10 +160,13 @@ class TextgenCallback(WritingCallback):
             return
         transformers = require("transformers", "text", "to generate texts")
         known = {*vars(transformers.GenerationConfig()), *inspect.signature(model.generate).parameters} - {"kwargs"}
-        for name in self.generation_config:
-            if name not in known:
-                hint = did_you_mean(name, known)
-                raise BadArgument(expected("generation_config to hold options of transformers' generate", name, hint))
+        unknown = {name for name in self.generation_config if name not in known}
+        for name in sorted(unknown):
+            hint = did_you_mean(name, known)
+            logger.warning(
+                "generation_config: %r is no option of transformers' generate, and is left out. %s", name, hint
+            )
+        self.generation_config = {name: value for name, value in self.generation_config.items() if name not in unknown}
 
 
 @contextmanager
