@@ -119,7 +119,7 @@ class Victim(BaseTrainer):
         return F.cross_entropy(logits, y), {"accuracy": (logits.argmax(-1) == y).float().mean()}
 
     def log(self, records, dry_run=False):
-        line = {"step": self.step, **{k: v for k, v in records.items() if not k.endswith("_time")}}
+        line = {"step": self.step, **{k: v for k, v in records["train"].items() if not k.endswith("_time")}}
         with Path("records.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 

@@ -48,7 +48,9 @@ def trained(max_steps, *hooks, seed=0, **kwargs):
         (None, None, [2, 4, 6, 8, 10, 11]),
         (2, None, [10, 11]),
         (1, 4, [4, 8, 11]),
+        (1, 3, [3, 6, 9, 11]),  # saved because it is kept
         (0, None, [11]),  # the newest is always kept
+        (0, 0, [11]),
         (3, 6, [6, 8, 10, 11]),
     ],
 )
@@ -96,7 +98,7 @@ def test_pending_means_are_resumed():
             self.means = []
 
         def on_log(self, trainer, records, dry_run):
-            self.means.append((trainer.step, records["loss"]))
+            self.means.append((trainer.step, records["train"]["loss"]))
 
     whole, first, second = Logs(), Logs(), Logs()
     trained(9, LoggingHook(5), whole)

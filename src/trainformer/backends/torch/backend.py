@@ -95,6 +95,7 @@ class TorchBackend:
         self.strategy.reference = self._reference or 1.0
         self._shared_step = self.strategy.train_step()
         self._request_flag = RequestFlag(self.device)
+        self.before_clipping: Callable[[], None] | None = None  # sees complete gradients that are not clipped yet
         self.has_request: Callable[[], bool] = lambda: False  # whether this rank has a request for all ranks
         self._reduces_rows = reduces_rows
         # Fused optimizers skip an update themselves if `found_inf` is 1; for others the host has to check.
@@ -264,15 +265,21 @@ class TorchBackend:
         if factor is not None:
             norm = norm * factor
         self.guard.inspect(norm if scaler is None else norm.new_zeros(()), losses)
+        if self.guard.retries and self.guard.must_repeat():
+            self.drop_step()
+            return False
+        if self.before_clipping is not None:
+            if factor is not None:
+                gradients.scale(grads, factor, self._uniform)
+            self.before_clipping()
+            factor, grads = None, [p.grad for p in self.parameters if p.grad is not None]
+            norm = self.strategy.total_norm(grads, self._uniform)
         if self.settings.gradient_clip:
             coefficient = torch.clamp(self.settings.gradient_clip / (norm + 1e-6), max=1.0)  # torch's formula
             factor = coefficient if factor is None else coefficient * factor
         if factor is not None:
             gradients.scale(grads, factor, self._uniform)
         self.grad_norm = norm
-        if self.guard.retries and self.guard.must_repeat():
-            self.drop_step()
-            return False
         return True
 
     def _receive_stats(self) -> tuple[Tensor | float | None, list[Tensor]]:
