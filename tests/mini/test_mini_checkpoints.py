@@ -16,6 +16,7 @@ from mini_victim import Case
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
 
+from file_operations import last_phase
 from forking import SERVER
 from toys import mlp, same, weights
 from trainformer.checkpointing.checkpointer import SaveFailed
@@ -309,6 +310,16 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, reference):
         assert Case().differences(reference, folder) == []
         assert files(folder / "ws/checkpoints") == files(reference / "ws/checkpoints")
     assert kills >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_killed_in_an_evaluation_ends_like_an_uninterrupted_one(tmp_path, reference):
+    for nth in (3, 5, 2, 6):  # the second evaluation is due at the step of no checkpoint, the fourth at that of one
+        assert launch(Case(die_at=("evaluation", nth)), tmp_path) == -signal.SIGKILL, output(tmp_path)
+        assert last_phase(tmp_path)[0] == "evaluation"
+    assert launch(Case(), tmp_path) == 0, output(tmp_path)
+    assert Case().differences(reference, tmp_path) == []
 
 
 @pytest.mark.slow

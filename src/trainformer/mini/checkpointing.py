@@ -185,7 +185,8 @@ class CheckpointingHook(IntervalHook):
             except DataError as error:
                 trainer.logger.warning("%s Falling back to the previous checkpoint.", error)
                 continue
-            origins = [s.get("origin", "") for key, s in states.items() if key.startswith("callback.CheckpointingHook")]
+            hooks = [s for key, s in states.items() if key.startswith("callback.CheckpointingHook")]
+            origins = [s.get("checkpointing_hook", {}).get("origin", "") for s in hooks]
             return (path, states) if not self._origin or self._origin in origins else None
         return None
 
@@ -225,10 +226,10 @@ class CheckpointingHook(IntervalHook):
 
     def on_state_dict(self, trainer: Any, state_dict: dict[str, Any]) -> None:
         # A run that started from a named file resumes from its own newest file when it is started again.
-        state_dict["origin"] = self._origin
+        state_dict["checkpointing_hook"] = {"origin": self._origin}
 
     def on_load_state_dict(self, trainer: Any, state_dict: dict[str, Any]) -> None:
-        self._origin = state_dict.get("origin", "")
+        self._origin = state_dict.get("checkpointing_hook", {}).get("origin", "")  # trainloop saves none
 
     def folder(self, trainer: Any) -> Path:
         """The folder of the checkpoints."""

@@ -173,12 +173,12 @@ class LoggingHook(IntervalHook):
         trainer.log({"train": records}, dry_run=rank() > 0)
 
     def on_state_dict(self, trainer: Any, state_dict: dict[str, Any]) -> None:
-        state_dict["steps"] = [as_numbers(step) for step in self._steps]
-        state_dict["rates"] = as_numbers(self._rates)
+        steps = [as_numbers(step) for step in self._steps]
+        state_dict["logging_hook"] = {"steps": steps, "rates": as_numbers(self._rates)}
 
     def on_load_state_dict(self, trainer: Any, state_dict: dict[str, Any]) -> None:
-        self._steps = list(state_dict.get("steps", []))
-        self._rates = dict(state_dict.get("rates", {}))
+        state = state_dict.get("logging_hook", {})  # trainloop saves none
+        self._steps, self._rates = list(state.get("steps", [])), dict(state.get("rates", {}))
 
 
 def pop_learning_rates(trainer: Any, values: dict[str, Any]) -> dict[int | str, Any]:

@@ -77,15 +77,16 @@ def _shown_to_hooks(trainer: BaseTrainer, states: dict[str, Any]) -> Iterator[No
 def _from_trainloop(trainer: BaseTrainer, run: MiniRun, states: Mapping[str, Any]) -> dict[str, Any]:
     """The components of a state of trainloop. It has no RNG state and no position: the data start from the beginning."""
     training: Mapping[str, Any] = states["training_state"]
-    saved = training["optimizer"]
+    saved, hooks = training["optimizer"], _hook_keys(run)
     converted = {
+        **{c.key: c.stateful.state_dict() for c in run.components() if c.key not in states and c.key not in hooks},
         **states,
         "optimizer": saved if state_options(trainer) is not None else _by_number(trainer, saved),
         "schedule": training["lr_scheduler"] or {},
         "backend": {**run.backend.state_dict(), "scaler": training["grad_scaler"]},
         "run": {"step": training["step"]},
     }
-    return converted | {key: {} for key in _hook_keys(run)}  # they find their entries at the top level
+    return converted | {key: {} for key in hooks}  # they find their entries at the top level
 
 
 def _by_number(trainer: BaseTrainer, saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -98,11 +98,12 @@ def as_numbers(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def step_values(info: Mapping[str, Any]) -> dict[str, Any]:
-    """`step_info` with one value per step: the means over micro-batches, and all of the time spent waiting for data.
+    """`step_info` with one number per step: the means over micro-batches, and all of the time spent waiting for data.
 
-    Tensors stay on their device.
+    Tensors stay on their device. What hooks added is left out if it is no number.
     """
-    values = {**info, "records": mean_records(info.get("records", []))}
+    values = {name: v for name, v in info.items() if isinstance(v, Real) or (isinstance(v, Tensor) and v.numel() == 1)}
+    values["records"] = mean_records(info.get("records", []))
     losses = info.get("loss", [])
     values["loss"] = _mean(losses) if losses else None
     if "data_time" in info:
