@@ -15,7 +15,10 @@ _lazy, __dir__, __all__ = lazy_exports(
     {
         "trainformer.jax.arguments": ["TrainingArguments"],
         "trainformer.jax.base_trainer": ["BaseTrainer"],
-        "trainformer.jax.validation": [
+        "trainformer.jax.trainer": ["Trainer"],
+        "trainformer.jax.easydel": ["AutoEasyDeLModelForCausalLM", "EasyDeLOptimizers", "EasyDeLSchedulers"],
+        "trainformer.jax.trainer_protocol": [
+            "BaseTrainerProtocol",
             "TrainerConfigureDataloaderOutput",
             "TrainerConfigureFunctionOutput",
             "TrainerConfigureModelOutput",
