@@ -35,10 +35,11 @@ PUBLIC = {
     "TrainerState TrainingArguments logits_from_outputs loss_and_logits_from_outputs "
     "loss_from_outputs",
     "trainformer.mini": "BaseHook BaseTrainer CheckpointingHook CudaMaxMemoryHook EmaHook ImageFileLoggerHook "
-    "LoggingHook NonFiniteGradients ProgressHook WandbHook key_average map_nested_tensor",
-    "trainformer.jax": "BaseTrainer DPOConfig DPOTrainer EasyDeLState ImageClassificationTrainer LoRAConfig SFTConfig "
-    "SFTTrainer TrainState TrainerConfigureDataloaderOutput TrainerConfigureFunctionOutput TrainerConfigureModelOutput "
-    "TrainingArguments",
+    "LoggingHook LossNoneWarning NonFiniteGradients ProgressHook WandbHook key_average map_nested_tensor",
+    "trainformer.jax": "AutoEasyDeLModelForCausalLM BaseTrainer BaseTrainerProtocol DPOConfig DPOTrainer "
+    "EasyDeLOptimizers EasyDeLSchedulers EasyDeLState ImageClassificationTrainer LoRAConfig ORPOConfig ORPOTrainer "
+    "SFTConfig SFTTrainer TrainState Trainer TrainerConfigureDataloaderOutput TrainerConfigureFunctionOutput "
+    "TrainerConfigureModelOutput TrainingArguments",
     "trainformer.config": "Call Config ConfigList Place REGISTRY Registry build_from_cfg load_config materialize "
     "to_dot to_json to_python to_tree to_yaml",
     "trainformer.report": "write_report",

@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
 ALIASES = {
@@ -109,7 +111,10 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "save_optimizer_state": ((True,), _ALWAYS_SAVED),
     "save_only_model": ((False,), _ALWAYS_SAVED),
     "sparsify_module": ((False,), "Sparse weights are not supported."),
-    "step_partition_spec": ((None, (("dp", "fsdp"), "sp")), "Rows are sharded over dp and fsdp, sequences over sp. " + _MESH),
+    "step_partition_spec": (
+        (None, (("dp", "fsdp"), "sp")),
+        "Rows are sharded over dp and fsdp, sequences over sp. " + _MESH,
+    ),
     "step_start_point": ((None, 0), "Resuming continues at the step of the checkpoint."),
     "track_memory": ((False, None), "Use jax.profiler.save_device_memory_profile(...)."),
     "truncation_mode": ((None, "keep_end", "keep_start"), "Truncate the texts in the dataset."),
@@ -173,6 +178,7 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "packing_strategy": (("bfd",), "Whole records are packed, best fit first."),
     # of DPOConfig
     "force_use_ref_model": ((False,), "Use reference_free=False."),
+    "generate_during_eval": ((False,), _PREVIEWS),
     "is_encoder_decoder": ((None, False), "Only causal models are supported."),
     "label_pad_token_id": ((-100,), "Padding is masked with -100."),
     "logprob_vocab_chunk_size": ((None,), "Use chunk_tokens: logits are computed in chunks of tokens."),
@@ -242,7 +248,7 @@ def _resolve(name: str, value: Any, known: Collection[str], kind: str) -> dict[s
     if name in _INTERVALS:
         return {}
     own = ALIASES.get(name) or _TEXT_ALIASES.get(name)
-    if own in known:
+    if own is not None and own in known:
         return {} if value is None and name in _OPTIONAL else {own: value}
     if name in _MAPPED:
         if not isinstance(value, bool):
@@ -268,7 +274,7 @@ def default_of(name: str) -> Any:
 
 def _same(one: Any, other: Any) -> bool:
     """Equality that tells True from 1."""
-    one, other = (tuple(v) if isinstance(v, list) or type(v).__name__ == "PartitionSpec" else v for v in (one, other))
+    one, other = (tuple(v) if isinstance(v, (list, PartitionSpec)) else v for v in (one, other))
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 

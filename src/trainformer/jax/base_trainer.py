@@ -58,7 +58,6 @@ from trainformer.jax.validation import (
 from trainformer.run.fit import fit
 from trainformer.run.jax.run import JaxRun, JaxSettings
 
-
 logger = logging.getLogger("trainformer")
 
 
@@ -121,10 +120,10 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
         self.processes = process_group_on(self.mesh)
         self._shard = process_shard(self.mesh)
         self.batch_sizes = sizes = arguments.resolve(data_shards(self.mesh))
-        if "gradient_accumulation_steps" in arguments.passed and sizes.accumulation > 1:
-            if sizes.accumulation != arguments.gradient_accumulation_steps:
-                what = "total_batch_size=%d: gradients of %d micro-batches of %d rows per data shard are accumulated"
-                logger.info(what, sizes.total, sizes.accumulation, sizes.per_device)
+        passed = "gradient_accumulation_steps" in arguments.passed
+        if passed and sizes.accumulation != arguments.gradient_accumulation_steps:
+            what = "total_batch_size=%d: gradients of %d micro-batches of %d rows per data shard are accumulated"
+            logger.info(what, sizes.total, sizes.accumulation, sizes.per_device)
         self.dtype = resolve_dtype(arguments.dtype)
         self._model = model
         self._initial_state = model_state
@@ -224,18 +223,23 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
         columns = self.arguments.ids_to_pop_from_dataset or ()
         return partial(collect, columns=columns, length=max_sequence_length, mode=truncation_mode)
 
+    #: Further names of it in EasyDeL. A subclass may override any of them.
+    create_grain_collect_function = create_tfds_collect_function = create_collect_function
+
     def _collate(self) -> Callable[[list[Any]], Any] | None:
         """The user's collate function, that of a subclass, or None to stack the samples as they are."""
-        make = self.create_collect_function
+        names = ("create_collect_function", "create_grain_collect_function", "create_tfds_collect_function")
+        overridden = [name for name in names if self._overrides(name)]
         if self.data_collator is not None:
             return self.data_collator
-        if not self._overrides("create_collect_function") and not self.arguments.ids_to_pop_from_dataset:
+        if not overridden and not self.arguments.ids_to_pop_from_dataset:
             return None
+        make = getattr(self, (overridden or names)[0])
         given = {"max_sequence_length": self.arguments.max_sequence_length, "truncation_mode": "keep_end"}
         known = inspect.signature(make).parameters.values()
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known)
-        names = {parameter.name for parameter in known}
-        return make(**{name: value for name, value in given.items() if takes_any or name in names})
+        accepted = {parameter.name for parameter in known}
+        return make(**{name: value for name, value in given.items() if takes_any or name in accepted})
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         """Convert a dataset to the samples that batches are collated from."""
@@ -258,7 +262,9 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
                 self.prepare_dataset(dataset, train),
                 sizes.total if train else sizes.evaluation,
                 shuffle=train and arguments.shuffle,
-                seed=arguments.seed if not train or arguments.shuffle_seed_train is None else arguments.shuffle_seed_train,
+                seed=arguments.seed
+                if not train or arguments.shuffle_seed_train is None
+                else arguments.shuffle_seed_train,
                 collate=None if collate is None else collate_and_stack,
                 drop_last=train and arguments.drop_last,
                 shard=self._shard,

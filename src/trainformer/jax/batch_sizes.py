@@ -29,7 +29,7 @@ def resolve_batch_sizes(arguments: TrainingArguments, data_shards: int) -> Batch
     """Batch sizes on a mesh with `data_shards` = dp * fsdp.
 
     Sizes that were not passed follow from those that were. A default never contradicts a passed value, and neither
-    does ``gradient_accumulation_steps=1``: rows of `total_batch_size` that are too many for the devices are accumulated.
+    does ``gradient_accumulation_steps=1``: if `total_batch_size` has more rows than the devices, they are accumulated.
     """
     names = ("total_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
     passed = arguments.passed

@@ -84,6 +84,13 @@ class DPOConfig(TextArguments):
         return self.loss_type not in _REFERENCE_FREE and not self.reference_free
 
 
+@dataclass(kw_only=True)
+class ORPOConfig(DPOConfig):
+    """Arguments of `ORPOTrainer`: those of DPO, whose loss needs no reference."""
+
+    loss_type: str = "orpo"
+
+
 class DPOTrainer(TextTrainer):
     """Trains a causal language model to prefer the chosen of two answers.
 
@@ -109,7 +116,7 @@ class DPOTrainer(TextTrainer):
         callbacks: Iterable[Any] | None = None,
         **options: Any,
     ) -> None:
-        arguments = DPOConfig.from_arguments(arguments)
+        arguments = self.arguments_type.from_arguments(arguments)
         if reference_model is not None and not arguments.needs_reference:
             what = f"no reference_model with loss_type={arguments.loss_type!r}"
             what += ", reference_free=True" * arguments.reference_free
@@ -213,3 +220,9 @@ class DPOTrainer(TextTrainer):
         flat = {name: array.reshape(-1, array.shape[-1]) for name, array in pairs.items()}
         sums = self.token_sums(model, flat, key)
         return -sums.loss.reshape(-1, 2), sums.tokens.reshape(-1, 2)
+
+
+class ORPOTrainer(DPOTrainer):
+    """A `DPOTrainer` with the loss of ORPO."""
+
+    arguments_type: ClassVar[type[TextArguments]] = ORPOConfig

@@ -41,11 +41,13 @@ class AutoEasyDeLModelForCausalLM:
     """Opens causal language models in HuggingFace format."""
 
     @staticmethod
-    def from_pretrained(folder: str | Path, *, dtype: Any = jnp.float32) -> Any:
-        """The model of a folder or hub name, with its weights in `dtype`.
+    def from_pretrained(folder: str | Path, *, dtype: Any = jnp.float32, param_dtype: Any = None) -> Any:
+        """The model of a folder or hub name, with its weights in `param_dtype` (default: `dtype`).
+
+        The dtype of the computation is that of the training arguments.
 
         >>> AutoEasyDeLModelForCausalLM.from_pretrained("my-model")  # doctest: +SKIP
         """
         from trainformer.models.jax import load_model
 
-        return load_model(folder, dtype=dtype)
+        return load_model(folder, dtype=dtype if param_dtype is None else param_dtype)

@@ -34,11 +34,23 @@ def parse_duration(text: str | float | None) -> float | None:
 
 
 class TimeLimit:
-    """A callback that stops a run after some seconds of this process. The run saves a checkpoint and can be resumed."""
+    """A callback that stops a run after some seconds. It ends the process, not the run: the same command resumes it."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._began = 0.0
+        self._trainer: Any = None
+
+    def attach(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        stopped = self._trainer.state.stopped
+        if stopped and stopped[0] == type(self).__name__:
+            stopped.clear()
 
     def on_train_begin(self, trainer: Any) -> None:
         self._began = time.monotonic()

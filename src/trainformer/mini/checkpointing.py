@@ -64,8 +64,8 @@ class CheckpointingHook(IntervalHook):
         self.keep_steps = {check_integer("keep_steps", step, minimum=1) for step in keep_steps or ()}
         self.path = Path(path)
         self.load = None if load is None else os.fspath(load)
-        single = isinstance(exit_signals, (int, str))
-        self.exit_signals = tuple(_signal(number) for number in ([exit_signals] if single else exit_signals or ()))
+        numbers = [exit_signals] if isinstance(exit_signals, (int, str)) else exit_signals or ()
+        self.exit_signals = tuple(_signal(number) for number in numbers)
         self.exit_code = exit_code
         self.exit_wait = exit_wait.total_seconds() if isinstance(exit_wait, timedelta) else exit_wait
         self.is_pending = False
@@ -167,7 +167,7 @@ class CheckpointingHook(IntervalHook):
         return path is not None
 
     def _named(self, folder: Path) -> Path | None:
-        """The file or folder of `load`, which may be a name in the checkpoint folder; for "latest" that of trainloop."""
+        """The file or folder of `load`, or a name in the checkpoint folder; "latest" is that of trainloop."""
         named = folder / "latest" if self.load == "latest" else Path(str(self.load))
         if not named.exists() and len(named.parts) == 1:
             named = folder / named

@@ -237,7 +237,8 @@ class EmaHook(BaseHook):
 
     def _average(self, trainer: Any) -> AveragedModel:
         if self.ema_model is None:
-            average = AveragedModel(trainer.unwrapped_model, self.device, avg_fn=get_ema_avg_fn(self.decay))
+            device = None if self.device is None else torch.device(self.device)
+            average = AveragedModel(trainer.unwrapped_model, device, avg_fn=get_ema_avg_fn(self.decay))
             upcast_to_fp32(average.module)
             average.n_averaged = average.n_averaged.cpu()  # read in every update: no device sync
             self.ema_model = average.requires_grad_(False).eval()

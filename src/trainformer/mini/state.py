@@ -75,7 +75,7 @@ def _shown_to_hooks(trainer: BaseTrainer, states: dict[str, Any]) -> Iterator[No
 
 
 def _from_trainloop(trainer: BaseTrainer, run: MiniRun, states: Mapping[str, Any]) -> dict[str, Any]:
-    """The components of a state of trainloop. It has no RNG state and no position: the data start from the beginning."""
+    """The components of a state of trainloop, which has no RNG state and no position: the data start again."""
     training: Mapping[str, Any] = states["training_state"]
     saved, hooks = training["optimizer"], _hook_keys(run)
     converted = {

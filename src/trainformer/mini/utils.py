@@ -102,7 +102,9 @@ def step_values(info: Mapping[str, Any]) -> dict[str, Any]:
 
     Tensors stay on their device. What hooks added is left out if it is no number.
     """
-    values = {name: v for name, v in info.items() if isinstance(v, Real) or (isinstance(v, Tensor) and v.numel() == 1)}
+    values: dict[str, Any] = {
+        name: v for name, v in info.items() if isinstance(v, Real) or (isinstance(v, Tensor) and v.numel() == 1)
+    }
     values["records"] = mean_records(info.get("records", []))
     losses = info.get("loss", [])
     values["loss"] = _mean(losses) if losses else None
