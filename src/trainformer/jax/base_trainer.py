@@ -6,7 +6,6 @@ those of every other entry point; mesh, steps and optimizers are in `backends.ja
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -14,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
-from safetensors.numpy import save_file
 
 from trainformer.backends.jax.backend import JaxBackend
 from trainformer.backends.jax.compilation import DynamicBatchStep, JittedStep
@@ -37,7 +34,7 @@ from trainformer.jax.aliases import refuse_unknown_keywords, settings_passed
 from trainformer.jax.api import JaxTrainerApi
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.limits import FirstBatches, TimeLimit, parse_duration
-from trainformer.jax.saving import new_files, save_trainer
+from trainformer.jax.saving import save_trainer, write_weights
 from trainformer.jax.serialization import FILE_NAME
 from trainformer.jax.trainer_protocol import (
     BaseTrainerProtocol,
@@ -52,6 +49,7 @@ from trainformer.jax.validation import (
     check_state,
     checked_hook,
     collect,
+    collect_function,
     state_on_mesh,
     warn_unused_optimizer_arguments,
 )
@@ -234,12 +232,7 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
             return self.data_collator
         if not overridden and not self.arguments.ids_to_pop_from_dataset:
             return None
-        make = getattr(self, (overridden or names)[0])
-        given = {"max_sequence_length": self.arguments.max_sequence_length, "truncation_mode": "keep_end"}
-        known = inspect.signature(make).parameters.values()
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known)
-        accepted = {parameter.name for parameter in known}
-        return make(**{name: value for name, value in given.items() if takes_any or name in accepted})
+        return collect_function(getattr(self, (overridden or names)[0]), self.arguments.max_sequence_length)
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         """Convert a dataset to the samples that batches are collated from."""
@@ -436,19 +429,7 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
 
     def save_weights(self, folder: Path, state: Any) -> list[str]:
         """Write the weights with the model's own `save_pretrained`, or by parameter path. Returns the file names."""
-        model: Any = getattr(state, "model", None)
-        with new_files(folder) as written:
-            if hasattr(model, "save_pretrained"):
-                model.save_pretrained(folder)
-            else:
-                leaves = jax.tree_util.tree_leaves_with_path(getattr(state, "params", state))
-                arrays = {
-                    jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
-                    for path, leaf in leaves
-                    if hasattr(leaf, "dtype") and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-                }
-                save_file(arrays, folder / "model.safetensors")
-        return written
+        return write_weights(folder, state)
 
     def save_assets(self, folder: Path) -> list[str]:
         """Write the files that belong next to the state of a checkpoint. Returns their names."""

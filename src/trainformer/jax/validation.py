@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -49,6 +50,15 @@ def collect(samples: list[Any], columns: Collection[str], length: int | None, mo
             raise BadArgument(expected("samples with names to drop columns of", type(samples[0]).__name__))
         return stack_samples([truncated(sample) for sample in samples])
     return stack_samples([{k: truncated(v) for k, v in sample.items() if k not in columns} for sample in samples])
+
+
+def collect_function(make: Callable[..., Any], max_sequence_length: int | None) -> Any:
+    """Call a `create_collect_function` with those of EasyDeL's arguments that it takes."""
+    given = {"max_sequence_length": max_sequence_length, "truncation_mode": "keep_end"}
+    known = inspect.signature(make).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known)
+    accepted = {parameter.name for parameter in known}
+    return make(**{name: value for name, value in given.items() if takes_any or name in accepted})
 
 
 def check_eval_arguments(arguments: TrainingArguments) -> None:

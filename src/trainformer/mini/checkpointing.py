@@ -48,7 +48,7 @@ class CheckpointingHook(IntervalHook):
         interval: int = 1000,
         keep_previous: int | None = None,
         keep_interval: int | None = None,
-        path: str | os.PathLike[str] = "checkpoints",
+        path: str | os.PathLike[str] | None = "checkpoints",  # None: the same
         load: str | os.PathLike[str] | None = "latest",
         *,
         keep_steps: Iterable[int] | None = None,
@@ -62,7 +62,7 @@ class CheckpointingHook(IntervalHook):
         self.keep_previous = keep_previous
         self.keep_interval = check_integer("keep_interval", keep_interval or 0, minimum=0)  # 0: none
         self.keep_steps = {check_integer("keep_steps", step, minimum=1) for step in keep_steps or ()}
-        self.path = Path(path)
+        self.path = Path("checkpoints" if path is None else path)
         self.load = None if load is None else os.fspath(load)
         numbers = [exit_signals] if isinstance(exit_signals, (int, str)) else exit_signals or ()
         self.exit_signals = tuple(_signal(number) for number in numbers)
