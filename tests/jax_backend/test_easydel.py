@@ -302,7 +302,13 @@ def test_a_trainer_may_return_any_iterable_as_its_loader():
 
 def test_the_protocol():
     assert issubclass(ed.SFTTrainer, ed.BaseTrainerProtocol)
-    assert mlp_trainer().param_dtype == jnp.float32
+    trainer = mlp_trainer()
+    assert trainer.param_dtype == jnp.float32
+    assert isinstance(trainer.optimizer, optax.GradientTransformation)
+    assert (trainer.training_batch_size, trainer.evaluation_batch_size, trainer.is_process_zero) == (8, 8, True)
+    assert trainer._model_state is trainer.model_state
+    trainer.arguments.save_arguments("arguments.json")
+    assert TrainingArguments.load_arguments("arguments.json") == trainer.arguments
     with pytest.raises(TypeError, match="abstract"):
         type("Half", (ed.BaseTrainerProtocol,), {"train": lambda self: None})()
 

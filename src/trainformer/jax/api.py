@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from trainformer.jax.arguments import TrainingArguments
+from trainformer.jax.batch_sizes import BatchSizes
 from trainformer.run.api import TrainerApi
 
 
@@ -13,6 +14,7 @@ class JaxTrainerApi(TrainerApi):
     """Base of `BaseTrainer`: its settings, optimizer and learning rate under the names that callbacks know."""
 
     arguments: TrainingArguments
+    batch_sizes: BatchSizes
     tx: Any
     scheduler: Any
 
@@ -20,6 +22,26 @@ class JaxTrainerApi(TrainerApi):
     def task(self) -> Any:
         """Where callbacks find the model."""
         return self
+
+    @property
+    def training_batch_size(self) -> int:
+        """Rows of an optimizer step, over all devices."""
+        return self.batch_sizes.total
+
+    @property
+    def evaluation_batch_size(self) -> int:
+        """Rows of an evaluation batch, over all devices."""
+        return self.batch_sizes.evaluation
+
+    @property
+    def is_process_zero(self) -> bool:
+        """Whether this is the process that prints and logs."""
+        return self.is_main
+
+    @property
+    def optimizer(self) -> Any:
+        """The optax optimizer; its name is in ``arguments.optimizer``."""
+        return self.tx
 
     @property
     def lr(self) -> float:

@@ -34,6 +34,10 @@ from trainformer.utils.locks import FolderInUse, FolderLock
 
 #: Built in this order by `build_<name>()`, or earlier if another part uses it.
 _PARTS = ("data_loader", "model", "optimizer", "lr_scheduler", "grad_scaler", "hooks")
+#: Methods of the loop of trainloop.
+_NOT_CALLED = (
+    *("_run_step", "_before_train", "_before_step", "_before_optimizer_step", "_after_step", "_after_train"),
+)
 _DTYPES = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
 _TYPES: dict[str, type] = {"model": nn.Module, "optimizer": torch.optim.Optimizer}
 
@@ -82,11 +86,12 @@ class BaseTrainer:
         state_dict_options: StateDictOptions | None = None,
         logger: logging.Logger | None = None,
     ) -> None:
-        if hasattr(type(self), "_run_step"):
-            raise BadArgument(
-                f"{type(self).__name__} overrides _run_step, which the training loop of this library does not call. "
-                "Move code around a step into hooks, and code inside a step into forward()."
-            )
+        for name in _NOT_CALLED:
+            if hasattr(type(self), name):
+                raise BadArgument(
+                    f"{type(self).__name__} overrides {name}, which the training loop of this library does not call. "
+                    "Move code around a step into hooks, and code inside a step into forward()."
+                )
         self.max_steps = check_integer("max_steps", max_steps, minimum=1)
         self.grad_clip = grad_clip
         retries, accumulation = max_non_finite_grad_retries, gradient_accumulation_steps
