@@ -25,6 +25,7 @@ from trainformer.mini import (
     ImageFileLoggerHook,
     LoggingHook,
     LossNoneWarning,
+    NonFiniteGradients,
     ProgressHook,
     WandbHook,
 )
@@ -88,6 +89,28 @@ def test_a_hook_may_change_gradients_before_they_are_clipped():
     other.train()
     assert largest_difference(weights(clipped), weights(other)) < 1e-8  # the direction is the same
     assert float(keeper.infos[0]["grad_norm"]) == pytest.approx(2 * float(plain.step_info["grad_norm"]))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_non_finite_grad_retries": 2}, {"mixed_precision": "fp16"}], ids=["plain", "retries", "fp16"]
+)
+def test_gradients_that_a_hook_spoils_never_reach_the_weights(options):
+    class Spoils(BaseHook):
+        def on_before_optimizer_step(self, trainer):
+            if trainer.step == 2:
+                next(iter(trainer.model.parameters())).grad.fill_(float("nan"))
+
+    class InFloat(Classifier):
+        def forward(self, input):
+            return super().forward((input[0].float(), input[1]))
+
+    trainer = InFloat(3, hooks=[Spoils()], model=mlp(dtype=torch.float32), **options)
+    if "mixed_precision" in options:
+        trainer.train()  # the scaler skips the step
+    else:
+        with pytest.raises(NonFiniteGradients):
+            trainer.train()
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
 def test_the_hook_before_the_optimizer_step_runs_in_the_main_trainer_too():

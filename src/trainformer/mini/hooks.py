@@ -185,7 +185,7 @@ def pop_learning_rates(trainer: Any, values: dict[str, Any]) -> dict[int | str, 
     """Take the learning rates (``lr_0``, ...) out of the values of a step; by the name or number of their group."""
     groups = getattr(trainer.optimizer, "param_groups", [])
     names = dict(enumerate(group.get("name", i) for i, group in enumerate(groups)))
-    found = [name for name in values if re.fullmatch(r"lr_\d+", name)]
+    found = [name for name in values if name.startswith("lr_") and name[3:].isdigit()]
     return {names.get(int(name[3:]), int(name[3:])): values.pop(name) for name in found}
 
 
