@@ -356,11 +356,11 @@ def test_means_are_logged_at_intervals_and_the_rest_at_the_end():
 def test_records_with_reserved_names_are_kept_separate():
     class SaysLoss(Classifier):
         def forward(self, input):
-            return super().forward(input)[0], {"loss": 7.0, "grad_norm": 8}
+            return super().forward(input)[0], {"loss": 7.0, "grad_norm": 8, "lr": 9}
 
     trainer = collecting(SaysLoss)(2, hooks=[LoggingHook(interval=2)], workspace="ws")
     trainer.train()
-    assert trainer.logged[0][1]["records"] == {"loss": 7.0, "grad_norm": 8.0}
+    assert trainer.logged[0][1]["records"] == {"loss": 7.0, "grad_norm": 8.0, "lr": 9.0}
     assert trainer.logged[0][1]["loss"] < 2
     (record,) = read_jsonl("ws/metrics.jsonl")
     assert (record["train/records.loss"], record["train/records.grad_norm"]) == (7.0, 8.0)

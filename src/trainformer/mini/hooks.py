@@ -150,8 +150,9 @@ class LoggingHook(IntervalHook):
             for name, rate in pop_learning_rates(trainer, own).items()
         }
         records = own.pop("records")
-        free = {name: value for name, value in records.items() if name not in own}
-        taken = {name: value for name, value in records.items() if name in own}  # these stay under ``records``
+        names = {*own, "lr"}
+        free = {name: value for name, value in records.items() if name not in names}
+        taken = {name: value for name, value in records.items() if name in names}  # these stay under ``records``
         self._steps.append({**own, **free, **({"records": taken} if taken else {})})
         if self.is_due(trainer):
             self._log(trainer)
