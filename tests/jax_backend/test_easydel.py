@@ -112,8 +112,15 @@ def test_intervals_of_loggers_and_checkpoints():
     assert TrainingArguments(report_metrics=False).log == "console"
     by_time = TrainingArguments(save_interval_minutes=0.5)
     assert (by_time.save_steps, by_time.save_strategy) == ("0.5min", "steps")
-    with pytest.raises(BadArgument, match="save_interval_minutes or save_steps"):
-        TrainingArguments(save_interval_minutes=5, save_steps=10)
+    assert TrainingArguments.from_json(by_time.to_json()) == by_time
+    with pytest.raises(BadArgument, match="save_interval_minutes to be a positive number"):
+        TrainingArguments(save_interval_minutes=0)
+
+
+def test_checkpoints_are_also_saved_every_so_many_minutes():
+    trainer = mlp_trainer(save_steps=100, save_interval_minutes=1e-7, num_train_epochs=1)
+    trainer.train()
+    assert len(list(Path("run/checkpoints").glob("step_*"))) == trainer.state.step == 4
 
 
 def test_the_name_of_a_run_has_the_prefix():
@@ -522,6 +529,21 @@ def test_previews_are_printed_at_intervals(folder, tmp_path, caplog):
     shown = [m for m in caplog.messages if m.startswith("step ") and "one two" in m]
     assert [m.split(":")[0] for m in shown] == ["step 2", "step 4"]
     assert not any(m.startswith("step 2: three") for m in caplog.messages)
+    caplog.clear()
+    of_data = {"generation_interval": 4, "generation_use_train_prompts": True, "generation_num_prompts": 2}
+    rows = text_toys.preferences()
+    trainer_of(
+        ed.SFTTrainer,
+        ed.SFTConfig,
+        str(folder),
+        [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows],
+        tmp_path,
+        max_steps=4,
+        **of_data,
+    ).train()
+    shown = [m.removeprefix("step 4: ") for m in caplog.messages if m.startswith("step 4: ")]
+    assert len(shown) == 2
+    assert all(any(text.startswith(row["prompt"]) for row in rows) for text in shown)
     with pytest.raises(BadArgument, match="texts to complete with generation_interval"):
         ed.SFTConfig(generation_interval=2)
 

@@ -48,7 +48,7 @@ ALIASES = {
 }
 
 _TEXT_ALIASES = {"lmhead_chunksize": "chunk_tokens"}  # of trainers for language models
-_INTERVALS = ("report_steps", "save_interval_minutes")
+_LOGGERS = "report_steps"
 _OPTIONAL = ("custom_scheduler", "lmhead_chunksize")  # None leaves the argument at its default
 
 # Arguments that map to other arguments, depending on their value.
@@ -222,30 +222,19 @@ def resolve_aliases(given: Mapping[str, Any], known: Collection[str], kind: str)
                 raise BadArgument(f"Expected one value for {field}, received {names}. Keep the one you mean.")
             found[field] = resolved
             source[field] = name
-    return found | _intervals(given, found, known)
-
-
-def _intervals(given: Mapping[str, Any], found: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Two further intervals of EasyDeL: of loggers, which share that of the console, and of checkpoints, in minutes."""
-    intervals: dict[str, Any] = {}
-    steps, minutes = (None if name in known else given.get(name) for name in _INTERVALS)
-    if steps is not None:
+    steps = given.get(_LOGGERS)
+    if steps is not None:  # console and loggers share their interval
         both = [steps, found.get("logging_steps", steps)]
         if not all(isinstance(value, int) and not isinstance(value, bool) and value > 0 for value in both):
             raise BadArgument(expected("report_steps and log_steps to be positive integers", both))
-        intervals["logging_steps"] = min(both)
-    if minutes is not None:
-        if found.get("save_steps") is not None:
-            do = f"Use save_steps={minutes!r} with 'min', or steps alone."
-            raise BadArgument(expected("save_interval_minutes or save_steps", "both", do))
-        intervals["save_steps"] = f"{minutes}min"
-    return intervals
+        found["logging_steps"] = min(both)
+    return found
 
 
 def _resolve(name: str, value: Any, known: Collection[str], kind: str) -> dict[str, Any]:
     if name in known:
         return {name: value}
-    if name in _INTERVALS:
+    if name == _LOGGERS:
         return {}
     own = ALIASES.get(name) or _TEXT_ALIASES.get(name)
     if own is not None and own in known:

@@ -25,7 +25,7 @@ from trainformer.core.errors import BadArgument, expected
 from trainformer.engine.cadence import Cadence
 from trainformer.jax.aliases import ALIASES, SETTINGS, default_of, resolve_aliases
 from trainformer.jax.batch_sizes import BatchSizes, resolve_batch_sizes
-from trainformer.jax.limits import parse_duration
+from trainformer.jax.limits import SaveInterval, TimeLimit, parse_duration
 from trainformer.jax.serialization import JsonArguments
 
 _ALL = 10**9  # checkpoints: no limit
@@ -57,7 +57,7 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
 
     linked: ClassVar[tuple[str, ...]] = (
         *("evaluation_strategy", "eval_steps", "do_eval", "metric_for_best_model"),
-        *("save_strategy", "save_steps", "logging_steps"),
+        *("save_strategy", "save_steps", "save_interval_minutes", "logging_steps"),
     )
 
     _: KW_ONLY
@@ -124,6 +124,7 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
     # Checkpoints
     save_strategy: str = "steps"  # no: the final one only; steps, epoch
     save_steps: int | str | None = 500
+    save_interval_minutes: float | None = None  # also save every so many minutes; alone, instead of save_steps
     save_total_limit: int | None = None  # None: keep all
     save_best: int | None = None  # best checkpoints to keep as well; None: 1 with metric_for_best_model
     save_async: bool = False
@@ -229,6 +230,11 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
 
     def _resolve_strategies(self) -> None:
         """Passing `eval_steps` or `save_steps` alone implies the strategy "steps"."""
+        minutes = self.save_interval_minutes
+        if minutes is not None:
+            _number("save_interval_minutes", minutes, lambda v: v > 0, "a positive number, or None")
+            if not self.passed & {"save_steps", "save_strategy"}:
+                self.save_steps = f"{minutes}min"
         for strategy, steps in (("evaluation_strategy", "eval_steps"), ("save_strategy", "save_steps")):
             value = getattr(self, strategy)
             value = "no" if value is None or value is False else value
@@ -278,6 +284,13 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
         """Batch sizes on `n_devices` devices, arranged by `sharding_array`."""
         dp, fsdp, _, _ = resolve_dims(self.sharding_array, n_devices)
         return self.resolve(dp * fsdp)
+
+    @property
+    def timers(self) -> list[Any]:
+        """Callbacks that act after some time: `training_time_limit`, and `save_interval_minutes` besides steps."""
+        limit, minutes = parse_duration(self.training_time_limit), self.save_interval_minutes
+        also_saves = minutes is not None and self.save_steps != f"{minutes}min"
+        return [*([] if limit is None else [TimeLimit(limit)]), *([SaveInterval(60 * (minutes or 0))] * also_saves)]
 
     @property
     def evaluation_limit(self) -> int | None:

@@ -33,7 +33,7 @@ from trainformer.engine import Event
 from trainformer.jax.aliases import refuse_unknown_keywords, settings_passed
 from trainformer.jax.api import JaxTrainerApi
 from trainformer.jax.arguments import TrainingArguments
-from trainformer.jax.limits import FirstBatches, TimeLimit, parse_duration
+from trainformer.jax.limits import FirstBatches
 from trainformer.jax.saving import save_trainer, write_weights
 from trainformer.jax.serialization import FILE_NAME
 from trainformer.jax.trainer_protocol import (
@@ -128,8 +128,7 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
         self._state: Any = None
         self.scheduler: Callable[[Any], Any] | None = None
         self.tx: Any = None
-        limit = parse_duration(arguments.training_time_limit)
-        self._run = self._build(CallbackList([*(callbacks or ()), *([] if limit is None else [TimeLimit(limit)])]))
+        self._run = self._build(CallbackList([*(callbacks or ()), *arguments.timers]))
         self._run.connect()
         # Only the backend keeps the state: there may be no memory for a second one.
         self._initial_state = self._state = None

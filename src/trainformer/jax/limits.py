@@ -60,6 +60,22 @@ class TimeLimit:
             trainer.stop(f"training_time_limit: {self.seconds:g} s have passed")
 
 
+class SaveInterval:
+    """A callback that requests a checkpoint every so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._saved = 0.0
+
+    def on_train_begin(self, trainer: Any) -> None:
+        self._saved = time.monotonic()
+
+    def on_step_end(self, trainer: Any, step: int, loss: Any) -> None:
+        if time.monotonic() - self._saved >= self.seconds:
+            trainer.control.should_save = True
+            self._saved = time.monotonic()
+
+
 class FirstBatches:
     """The first `limit` batches of every epoch of a source, whose length may be unknown."""
 

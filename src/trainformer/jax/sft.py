@@ -51,7 +51,12 @@ class SFTConfig(TextArguments):
     generation_interval: int | None = None  # print completions of generation_prompts every so many steps
     generation_prompts: list[str] | None = None
     generation_max_new_tokens: int | None = None  # None: 32
-    generation_num_prompts: int | None = None  # the first so many of them; None: all
+    generation_num_prompts: int | None = (
+        None  # at most so many; None: all, and one of the training data if they are used
+    )
+    generation_use_train_prompts: bool = False  # also complete prompts of the training data
+    generation_dataset_prompt_field: str | None = "prompt"  # their column
+    generation_seed: int | None = None  # of their choice
 
     def check(self) -> None:
         super().check()
@@ -62,9 +67,11 @@ class SFTConfig(TextArguments):
         if self.eval_packing not in (None, True, False):
             raise BadArgument(expected("eval_packing to be True, False or None", self.eval_packing))
         prompts = self.generation_prompts
-        if self.generation_interval is not None and not (prompts and all(isinstance(p, str) for p in prompts)):
-            do = "Pass generation_prompts=['...']."
+        has_texts = all(isinstance(prompt, str) for prompt in prompts or ())
+        if self.generation_interval is not None and not (has_texts and (prompts or self.generation_use_train_prompts)):
+            do = "Pass generation_prompts=['...'], or generation_use_train_prompts=True."
             raise BadArgument(expected("texts to complete with generation_interval", prompts, do))
+        self._integer("generation_seed", 0, or_none=True)
         if self.completion_only_loss not in (None, True, False):
             raise BadArgument(expected("completion_only_loss to be True, False or None", self.completion_only_loss))
         for name, limit in (("label_smoothing", 1.0), ("z_loss", math.inf)):
@@ -180,6 +187,28 @@ class Previews:
         self.interval = arguments.generation_interval or 1
         self.prompts = (arguments.generation_prompts or [])[: arguments.generation_num_prompts]
         self.tokens = arguments.generation_max_new_tokens or 32
+        self.field = arguments.generation_dataset_prompt_field or "prompt"
+        self.seed = arguments.generation_seed or 0
+        wanted = arguments.generation_num_prompts or len(self.prompts) + 1
+        self.missing = wanted - len(self.prompts) if arguments.generation_use_train_prompts else 0
+
+    def on_train_begin(self, trainer: Any) -> None:
+        if self.missing > 0:
+            self.prompts = [*self.prompts, *self._of_training_data(trainer.dataset_train)]
+            self.missing = 0
+
+    def _of_training_data(self, data: Any) -> list[str]:
+        records = load_text(data) if isinstance(data, (str, Path)) else data
+        if not hasattr(records, "__getitem__") or isinstance(records, Mapping):
+            do = "Pass generation_prompts instead."
+            raise BadArgument(expected("training data with an index for generation_use_train_prompts", type(data), do))
+        chosen = np.random.default_rng(self.seed).choice(len(records), min(self.missing, len(records)), replace=False)
+        found = [records[int(index)] for index in chosen]
+        for record in found:
+            if not isinstance(record, Mapping) or not isinstance(record.get(self.field), str):
+                what = f"records with the text {self.field!r} (generation_dataset_prompt_field)"
+                raise BadArgument(expected(what, list(record) if isinstance(record, Mapping) else record))
+        return [record[self.field] for record in found]
 
     def on_step_end(self, trainer: Any, step: int, loss: Any) -> None:
         if step % self.interval:
