@@ -317,7 +317,7 @@ def trainformer_mini(job: Job) -> nn.Module:
             return job.loss(self.model, input["x"], input["y"]), {}
 
         def log(self, records: dict[str, Any], dry_run: bool = False) -> None:
-            record(self.step, records["loss"], self.lr_scheduler.get_last_lr()[0])
+            record(self.step, records["train"]["loss"], self.lr_scheduler.get_last_lr()[0])
 
     Trainer(max_steps=job.steps, grad_clip=CLIP, device=job.device).train()
     return job.model

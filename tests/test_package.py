@@ -41,10 +41,11 @@ PUBLIC = {
     "StaticDistributedEnvironment TrainerControlCallback TrainingScript build_rule dependency_list "
     "find_latest_checkpoint from_project load_from_config preprocess_dataset validate_checkpoint",
     "trainformer.mini": "BaseHook BaseTrainer CheckpointingHook CudaMaxMemoryHook EmaHook ImageFileLoggerHook "
-    "LoggingHook NonFiniteGradients ProgressHook WandbHook key_average map_nested_tensor",
-    "trainformer.jax": "BaseTrainer DPOConfig DPOTrainer EasyDeLState ImageClassificationTrainer LoRAConfig SFTConfig "
-    "SFTTrainer TrainState TrainerConfigureDataloaderOutput TrainerConfigureFunctionOutput TrainerConfigureModelOutput "
-    "TrainingArguments",
+    "LoggingHook LossNoneWarning NonFiniteGradients ProgressHook WandbHook key_average map_nested_tensor",
+    "trainformer.jax": "AutoEasyDeLModelForCausalLM BaseTrainer BaseTrainerProtocol DPOConfig DPOTrainer "
+    "EasyDeLOptimizers EasyDeLSchedulers EasyDeLState ImageClassificationTrainer LoRAConfig ORPOConfig ORPOTrainer "
+    "SFTConfig SFTTrainer TrainState Trainer TrainerConfigureDataloaderOutput TrainerConfigureFunctionOutput "
+    "TrainerConfigureModelOutput TrainingArguments",
     "trainformer.config": "Call Config ConfigList ConfigTuple Place Project REGISTRY Registry Var build_from_cfg "
     "load_config materialize to_dot to_json to_python to_tree to_yaml",
     "trainformer.report": "write_report",

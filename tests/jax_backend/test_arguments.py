@@ -108,7 +108,7 @@ def test_unsupported_arguments_are_accepted_if_they_change_nothing():
     )
     assert asked == TrainingArguments()
     assert asked.passed == frozenset()
-    for name, value in (("push_to_hub", True), ("training_time_limit", "5H"), ("report_steps", 5), ("do_train", 1)):
+    for name, value in (("push_to_hub", True), ("sync_ref_model", True), ("esurge_page_size", 64), ("do_train", 1)):
         with pytest.raises(BadArgument, match=f"{name} to be left out"):
             TrainingArguments(**{name: value})
 

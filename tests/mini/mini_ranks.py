@@ -53,8 +53,8 @@ class DryRuns(BaseHook):
 
     def on_log(self, trainer, records, dry_run):
         self.dry.append(dry_run)
-        self.losses.append(records["loss"])
-        self.all.append(records)
+        self.losses.append(records["train"]["loss"])
+        self.all.append(records["train"])
 
 
 def gradients_exchanged(rank, world):
@@ -78,7 +78,7 @@ def gradients_exchanged(rank, world):
         "whole": flat(whole.model),
         "dry": torch.tensor(logs.dry),
         "logged": torch.tensor(logs.losses),
-        "own": torch.stack([info["loss"] for info in keeper.infos]),
+        "own": torch.tensor([float(info["loss"]) for info in keeper.infos]),
         "seen": torch.cat(quiet.seen),
         "drawn": torch.tensor([resumed.step]),
     }

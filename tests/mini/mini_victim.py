@@ -78,6 +78,31 @@ class Signals(BaseHook):
             os.kill(os.getpid(), self.signals[trainer.step])
 
 
+class Evaluates(BaseHook):
+    """Evaluates every three steps, on data that are augmented at random, and remembers the best result."""
+
+    best = -1.0
+
+    def on_after_step(self, trainer):
+        if trainer.step % 3:
+            return
+        trainer.model.eval()
+        right = 0
+        with torch.no_grad():
+            for x, y, _ in DataLoader(Augmented(), batch_size=13):
+                mark("evaluation")
+                right += int((trainer.model(x).argmax(-1) == y).sum())
+        trainer.model.train()
+        mark("step")
+        self.best = max(self.best, right / 26)
+
+    def on_state_dict(self, trainer, state_dict):
+        state_dict["best"] = self.best
+
+    def on_load_state_dict(self, trainer, state_dict):
+        self.best = state_dict["best"]
+
+
 class Victim(BaseTrainer):
     """Dropout, batch norm, fp16 with a scaler, accumulation that does not divide an epoch, a schedule, EMA."""
 
@@ -108,7 +133,7 @@ class Victim(BaseTrainer):
         # The checkpoint is asked for before the average has moved: it must hold the average all the same.
         case = self.case
         checkpoints = CheckpointingHook(case.interval, keep_previous=case.keep_previous, exit_code=case.exit_code)
-        return [Signals(case.signals), checkpoints, LoggingHook(interval=3), EmaHook(decay=0.9)]
+        return [Signals(case.signals), checkpoints, LoggingHook(interval=3), EmaHook(decay=0.9), Evaluates()]
 
     def forward(self, input):
         mark("step")
@@ -119,7 +144,7 @@ class Victim(BaseTrainer):
         return F.cross_entropy(logits, y), {"accuracy": (logits.argmax(-1) == y).float().mean()}
 
     def log(self, records, dry_run=False):
-        line = {"step": self.step, **{k: v for k, v in records.items() if not k.endswith("_time")}}
+        line = {"step": self.step, **{k: v for k, v in records["train"].items() if not k.endswith("_time")}}
         with Path("records.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 

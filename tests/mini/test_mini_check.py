@@ -33,12 +33,10 @@ def test_an_unused_layer_is_named():
         Classifier(model=model).check()
 
 
-def test_overriding_run_step_is_refused():
-    class Own(Classifier):
-        def _run_step(self): ...
-
-    with pytest.raises(BadArgument, match="_run_step"):
-        Own()
+@pytest.mark.parametrize("name", ["_run_step", "_before_step", "_after_train"])
+def test_overriding_methods_of_the_loop_is_refused(name):
+    with pytest.raises(BadArgument, match=f"overrides {name}, which the training loop of this library does not call"):
+        type("Mine", (Classifier,), {name: lambda self: None})(2)
 
 
 def test_a_generator_is_not_consumed():

@@ -16,6 +16,7 @@ from mini_victim import Case
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
 
+from file_operations import last_phase
 from forking import SERVER
 from toys import mlp, same, weights
 from trainformer.checkpointing.checkpointer import SaveFailed
@@ -48,7 +49,9 @@ def trained(max_steps, *hooks, seed=0, **kwargs):
         (None, None, [2, 4, 6, 8, 10, 11]),
         (2, None, [10, 11]),
         (1, 4, [4, 8, 11]),
+        (1, 3, [3, 6, 9, 11]),  # saved because it is kept
         (0, None, [11]),  # the newest is always kept
+        (0, 0, [11]),
         (3, 6, [6, 8, 10, 11]),
     ],
 )
@@ -96,7 +99,7 @@ def test_pending_means_are_resumed():
             self.means = []
 
         def on_log(self, trainer, records, dry_run):
-            self.means.append((trainer.step, records["loss"]))
+            self.means.append((trainer.step, records["train"]["loss"]))
 
     whole, first, second = Logs(), Logs(), Logs()
     trained(9, LoggingHook(5), whole)
@@ -307,6 +310,16 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, reference):
         assert Case().differences(reference, folder) == []
         assert files(folder / "ws/checkpoints") == files(reference / "ws/checkpoints")
     assert kills >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_killed_in_an_evaluation_ends_like_an_uninterrupted_one(tmp_path, reference):
+    for nth in (3, 5, 2, 6):  # the second evaluation is due at the step of no checkpoint, the fourth at that of one
+        assert launch(Case(die_at=("evaluation", nth)), tmp_path) == -signal.SIGKILL, output(tmp_path)
+        assert last_phase(tmp_path)[0] == "evaluation"
+    assert launch(Case(), tmp_path) == 0, output(tmp_path)
+    assert Case().differences(reference, tmp_path) == []
 
 
 @pytest.mark.slow

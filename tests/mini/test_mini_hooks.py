@@ -13,6 +13,7 @@ import transformers
 from mini_toys import Classifier, Keeper, Teller, batches_of, by_hand
 from PIL import Image
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel
 
 from toys import MeanTask, classes, largest_difference, mlp, same, weights
 from trainformer import Trainer
@@ -42,7 +43,7 @@ def collecting(trainer_class=Classifier):
 
     class Collecting(trainer_class):
         def log(self, records, dry_run=False):
-            self.logged = [*getattr(self, "logged", []), (self.step, records)]
+            self.logged = [*getattr(self, "logged", []), (self.step, records["train"])]
             super().log(records, dry_run)
 
     return Collecting
@@ -178,8 +179,10 @@ def test_hooks_in_the_main_trainer():
     assert seen["hooks"] == [looks]
     assert seen["log"] == ({"a": 1}, True)
     assert seen["images"] == ({"b": 2}, False)
-    info = key_average([seen["info"]])
+    info = key_average([{name: value for name, value in seen["info"].items() if name != "records"}])
     assert info.keys() == {"loss", "grad_norm", "lr_0", "lr_1", "step_time"}  # matrices and biases
+    assert len(seen["info"]["loss"]) == 1
+    assert seen["info"]["records"] == []
     assert info["lr_0"] == seen["rate"]
     assert info["grad_norm"] > 0
 
@@ -197,7 +200,7 @@ def test_the_built_in_hooks_work_in_the_main_trainer_too(caplog):
 
     class Hears(BaseHook):
         def on_log(self, trainer, records, dry_run):
-            logged.append((trainer.step, records["loss"]))
+            logged.append((trainer.step, records["train"]["loss"]))
 
     ema = EmaHook(decay=0.5)
     caplog.set_level(logging.INFO)
@@ -333,7 +336,7 @@ def test_means_are_logged_at_intervals_and_the_rest_at_the_end():
 
     class Hears(BaseHook):
         def on_log(self, trainer, records, dry_run):
-            told.append((trainer.step, records["loss"], dry_run))
+            told.append((trainer.step, records["train"]["loss"], dry_run))
 
     trainer = collecting()(7, hooks=[LoggingHook(interval=3), Hears()])
     trainer.train()
@@ -344,17 +347,20 @@ def test_means_are_logged_at_intervals_and_the_rest_at_the_end():
     )
     assert told == [(step, records["loss"], False) for step, records in trainer.logged]
     assert trainer.logged[0][1]["nested"] == {"rows": 8}
-    assert trainer.logged[0][1].keys() >= {"accuracy", "grad_norm", "lr_0", "step_time", "data_time"}
+    assert trainer.logged[0][1].keys() == {
+        *("accuracy", "nested", "loss", "grad_norm", "lr", "step_time", "data_time", "non_finite_grad_retry_count"),
+    }
+    assert trainer.logged[0][1]["lr"] == {"group_0": 0.1}
 
 
 def test_records_with_reserved_names_are_kept_separate():
     class SaysLoss(Classifier):
         def forward(self, input):
-            return super().forward(input)[0], {"loss": 7.0, "grad_norm": 8}
+            return super().forward(input)[0], {"loss": 7.0, "grad_norm": 8, "lr": 9}
 
     trainer = collecting(SaysLoss)(2, hooks=[LoggingHook(interval=2)], workspace="ws")
     trainer.train()
-    assert trainer.logged[0][1]["records"] == {"loss": 7.0, "grad_norm": 8.0}
+    assert trainer.logged[0][1]["records"] == {"loss": 7.0, "grad_norm": 8.0, "lr": 9.0}
     assert trainer.logged[0][1]["loss"] < 2
     (record,) = read_jsonl("ws/metrics.jsonl")
     assert (record["train/records.loss"], record["train/records.grad_norm"]) == (7.0, 8.0)
@@ -383,18 +389,34 @@ def test_ema_of_the_weights(device):
 
     trainer = Classifier(6, hooks=[Keeps(), hook])
     trainer.train()
-    average = {name: p.detach().clone() for name, p in mlp().named_parameters()}
-    for step in (2, 4, 6):
+    average = keeper[1]  # the first update copies the weights
+    for step in (4, 6):
         average = {name: 0.75 * a + 0.25 * keeper[step - 1][name] for name, a in average.items()}
-    assert largest_difference(average, dict(hook.ema_model.named_parameters())) < 1e-12
+    assert isinstance(hook.ema_model, AveragedModel)
+    assert largest_difference(average, dict(trainer.unwrap(hook.ema_model).named_parameters())) < 1e-12
     assert not any(p.requires_grad for p in hook.ema_model.parameters())
 
+    state = trainer.state_dict()["ema_model"]
+    assert state.keys() == {"n_averaged", *(f"module.{name}" for name in average)}
+    assert state["n_averaged"] == 3
+    fresh = AveragedModel(mlp())  # as a script for evaluation reads it
+    fresh.load_state_dict(state)
     again = EmaHook(decay=0.75, update_interval=2)
-    Classifier(6, hooks=[again]).load_state_dict(
-        {**trainer.state_dict(), "callback.EmaHook": trainer.state_dict()["callback.EmaHook"]}
-    )
+    Classifier(6, hooks=[again]).load_state_dict(trainer.state_dict())
     assert same(dict(again.ema_model.named_parameters()), dict(hook.ema_model.named_parameters()))
-    assert trainer.state_dict()["callback.EmaHook"].keys() == {"updates", "model"}
+    assert again.ema_model.n_averaged == 3
+
+
+def test_the_average_of_16_bit_weights_is_in_fp32():
+    model = torch.nn.Linear(4, 3, dtype=torch.bfloat16)
+
+    class Bf16(Classifier):
+        def forward(self, input):
+            return super().forward((input[0].to(torch.bfloat16), input[1]))
+
+    hook = EmaHook(decay=0.5)
+    Bf16(2, model=model, hooks=[hook]).train()
+    assert {p.dtype for p in hook.ema_model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -458,9 +480,10 @@ def test_wandb_receives_metrics_and_images(monkeypatch, tmp_path):
     trainer.train()
     assert (seen["group"], seen["config"]) == ("g", {"lr": 0.1})
     summary = seen["summary"]  # of the rows before the last, which is complete when the run ends
-    assert summary["loss"] == pytest.approx(trainer.logged[0][1]["loss"])
-    assert summary["nested/rows"] == 8.0
-    assert "picture" in summary
+    assert summary["train/loss"] == pytest.approx(trainer.logged[0][1]["loss"])
+    assert summary["train/nested/rows"] == 8.0
+    assert summary["train/lr/group_0"] == 0.1
+    assert summary["vis"]["captions"] == ["picture"]
     assert wandb.run is None
     assert trainer.state_dict()["callback.WandbHook"].keys() == {"run_id"}
 
@@ -469,7 +492,7 @@ def test_step_info_has_consistent_times():
     keeper = Keeper()
     Classifier(5, hooks=[keeper]).train()
     for info in keeper.infos:
-        assert 0 <= info["data_time"] <= info["step_time"] < 60
+        assert 0 <= sum(info["data_time"]) <= info["step_time"] < 60
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def test_bitwise_equal_to_a_hand_written_loop(grad_clip, schedule):
     trainer.train()
     model, losses = by_hand(batches_of(), 10, grad_clip=grad_clip, schedule=schedule)
     assert same(weights(trainer), dict(model.named_parameters()))
-    assert [info["loss"].item() for info in keeper.infos] == losses
+    assert [float(info["loss"]) for info in keeper.infos] == losses
 
 
 def test_four_micro_batches_are_one_step():
@@ -90,9 +90,9 @@ def test_a_batch_without_a_loss_is_skipped():
     batches = batches_of()
     model, losses = by_hand([batches[0], batches[3]], 2)
     assert same(weights(trainer), dict(model.named_parameters()))
-    assert [None if i["loss"] is None else i["loss"].item() for i in keeper.infos] == [losses[0], None, None, losses[1]]
+    assert [[loss.item() for loss in i["loss"]] for i in keeper.infos] == [[losses[0]], [], [], [losses[1]]]
     assert keeper.infos[1]["grad_norm"] is None
-    assert all("accuracy" in info["records"] for info in keeper.infos)
+    assert all("accuracy" in info["records"][0] for info in keeper.infos)
 
 
 def test_a_step_averages_over_the_micro_batches_with_a_loss():
@@ -104,13 +104,24 @@ def test_a_step_averages_over_the_micro_batches_with_a_loss():
 
 
 def test_records_are_averaged_over_micro_batches():
+    logged = []
+
+    class Logs(Classifier):
+        def log(self, records, dry_run=False):
+            logged.append(records["train"])
+
     keeper = Keeper()
     batches = [batches_of(size=8)[0], batches_of(size=4)[1]]
-    Classifier(1, batches=batches, gradient_accumulation_steps=2, hooks=[keeper]).train()
+    Logs(1, batches=batches, gradient_accumulation_steps=2, hooks=[keeper, LoggingHook(1)]).train()
     model = mlp()
     expected = [(model(x).argmax(-1) == y).double().mean().item() for x, y in batches]
-    assert keeper.infos[0]["records"]["nested"] == {"rows": 6}
-    assert keeper.infos[0]["records"]["accuracy"].item() == pytest.approx(sum(expected) / 2)
+    info = keeper.infos[0]
+    assert [record["nested"] for record in info["records"]] == [{"rows": 8}, {"rows": 4}]
+    assert [record["accuracy"].item() for record in info["records"]] == expected
+    assert len(info["loss"]) == len(info["data_time"]) == 2
+    assert logged[0]["nested"] == {"rows": 6}
+    assert logged[0]["accuracy"] == pytest.approx(sum(expected) / 2)
+    assert logged[0]["loss"] == pytest.approx(float(info["loss"]))
 
 
 def test_learning_rates_are_those_of_the_step_and_of_every_group():
@@ -175,7 +186,7 @@ def test_a_retry_uses_the_same_data_and_new_random_numbers():
     assert len(set(trainer.drawn)) == 5
     model, losses = by_hand(batches_of(), 3)
     assert same(weights(trainer), dict(model.named_parameters()))
-    assert [info["loss"].item() for info in keeper.infos] == losses
+    assert [float(info["loss"]) for info in keeper.infos] == losses
 
 
 def test_a_retry_repeats_all_micro_batches_and_drops_the_first_attempt():
@@ -185,7 +196,7 @@ def test_a_retry_repeats_all_micro_batches_and_drops_the_first_attempt():
     assert torch.equal(trainer.seen[0], trainer.seen[2])
     assert torch.equal(trainer.seen[1], trainer.seen[3])
     _, losses = by_hand(batches_of(), 1, accumulation=2)
-    assert keeper.infos[0]["loss"].item() == pytest.approx(losses[0])
+    assert float(keeper.infos[0]["loss"]) == pytest.approx(losses[0])
 
 
 def test_exhausted_retries_raise_and_keep_the_last_good_weights():

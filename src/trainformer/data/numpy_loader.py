@@ -102,7 +102,23 @@ def is_loader(data: Any) -> bool:
     return any(package in ("torch", "grain") and name == "DataLoader" for package, name in kinds)
 
 
-class NumpySource(MapStyleSource):
+class IterableSource:
+    """Mixin: iterating a source gives the batches of the first epoch, as they are without a trainer."""
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        length: int | None = self.batches_per_epoch  # type: ignore[attr-defined]
+        if length is None:
+            raise TypeError("the number of batches of a stream is unknown")
+        return length
+
+    def __iter__(self) -> Iterator[Any]:
+        return (made.data for made in self.batches(0))  # type: ignore[attr-defined]
+
+
+class NumpySource(IterableSource, MapStyleSource):
     """Batches of a dataset with a length, as NumPy arrays: the samples of `DatasetSource` in the same order.
 
     `collate` makes a batch of a list of samples; by default their arrays are stacked. `drop_last` drops a smaller last
@@ -195,7 +211,7 @@ def _uses_global_rng(dataset: Any, indices: np.ndarray) -> bool:
     return False
 
 
-class NumpyStreamSource:
+class NumpyStreamSource(IterableSource):
     """Batches of an iterable that can be iterated again, or of a function that opens one; resumes exactly.
 
     The iterable yields samples, or (`batched`) batches that are used as they are, as those of a loader the user brings.

@@ -15,14 +15,17 @@ _lazy, __dir__, __all__ = lazy_exports(
     {
         "trainformer.jax.arguments": ["TrainingArguments"],
         "trainformer.jax.base_trainer": ["BaseTrainer"],
-        "trainformer.jax.validation": [
+        "trainformer.jax.trainer": ["Trainer"],
+        "trainformer.jax.easydel": ["AutoEasyDeLModelForCausalLM", "EasyDeLOptimizers", "EasyDeLSchedulers"],
+        "trainformer.jax.trainer_protocol": [
+            "BaseTrainerProtocol",
             "TrainerConfigureDataloaderOutput",
             "TrainerConfigureFunctionOutput",
             "TrainerConfigureModelOutput",
         ],
         "trainformer.jax.text_trainer": ["LoRAConfig"],
         "trainformer.jax.sft": ["SFTConfig", "SFTTrainer"],
-        "trainformer.jax.dpo": ["DPOConfig", "DPOTrainer"],
+        "trainformer.jax.dpo": ["DPOConfig", "DPOTrainer", "ORPOConfig", "ORPOTrainer"],
         "trainformer.jax.image_classification": ["ImageClassificationTrainer"],
         "trainformer.backends.jax.state": ["EasyDeLState", "TrainState"],
     },

@@ -10,11 +10,14 @@ import inspect
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
 ALIASES = {
     "accumulation_steps": "gradient_accumulation_steps",
     "clip_grad": "max_grad_norm",
+    "custom_scheduler": "scheduler",
     "dataloader_drop_last": "drop_last",
     "epochs": "num_train_epochs",
     "eval_strategy": "evaluation_strategy",
@@ -27,6 +30,7 @@ ALIASES = {
     "lr": "learning_rate",
     "lr_scheduler_kwargs": "scheduler_kwargs",
     "lr_scheduler_type": "scheduler",
+    "max_eval_steps": "max_evaluation_steps",
     "max_length": "max_sequence_length",
     "max_seq_length": "max_sequence_length",
     "max_training_steps": "max_steps",
@@ -39,12 +43,18 @@ ALIASES = {
     "save_every": "save_steps",
     "sharding_axis_dims": "sharding_array",
     "shuffle_train_dataset": "shuffle",
+    "training_time": "training_time_limit",
     "wandb_name": "run_name",
 }
+
+_TEXT_ALIASES = {"lmhead_chunksize": "chunk_tokens"}  # of trainers for language models
+_LOGGERS = "report_steps"
+_OPTIONAL = ("custom_scheduler", "lmhead_chunksize")  # None leaves the argument at its default
 
 # Arguments that map to other arguments, depending on their value.
 _MAPPED: dict[str, dict[Any, dict[str, Any]]] = {
     "bf16": {True: {"dtype": "bf16"}, False: {}},
+    "report_metrics": {True: {}, False: {"log": "console"}},
     "resume_if_possible": {True: {"resume": "auto"}, False: {"resume": None}},
     "use_wandb": {True: {"log": ["console", "wandb"]}, False: {}},
 }
@@ -52,6 +62,10 @@ _MAPPED: dict[str, dict[Any, dict[str, Any]]] = {
 _MESH = "Use sharding_array=(dp, fsdp, tp, sp)."
 _HUB = "Nothing is uploaded to the hub. After training: trainer.save_pretrained(folder), then `huggingface-cli upload`."
 _ALWAYS_SAVED = "A checkpoint always contains everything that resuming needs."
+_PREVIEWS = "Previews are greedy; set generation_interval and generation_prompts of SFTConfig, or call generate()."
+_BENCHMARKS = "Call your benchmark in a callback, or after training."
+_QUANTIZATION = "Quantization-aware training is available with torch: trainformer.Trainer(qat_recipe=...)."
+_SHARDS = "Every process reads the rows of its devices."
 _USE_HOOK = "Override on_log or on_step_end of the trainer, or pass a callback."
 
 # name: (values that match what happens anyway, what to do instead)
@@ -62,7 +76,6 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "auto_shard_states": ((True,), "States are always sharded over the mesh, by the partition rules of the model."),
     "aux_loss_enabled": ((False,), "Add it to the loss in configure_functions."),
     "backend": ((None,), "Set JAX_PLATFORMS before the program starts."),
-    "custom_scheduler": ((None,), "Pass scheduler=function_of_the_step."),
     "do_last_save": ((True,), "The final checkpoint is always saved; with save_strategy='no' it is the only one."),
     "do_train": ((True,), "Leave it out, and call train() or not."),
     "eval_on_start": ((False,), "Call trainer.eval(state) before train()."),
@@ -79,8 +92,6 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logging_strategy": (("steps",), "Use logging_steps, for instance '1epochs'."),
     "loss_config": ((None,), "Write the loss in configure_functions."),
     "low_mem_usage": ((True,), "Nothing unneeded is kept in memory."),
-    "max_eval_steps": ((None, -1), "Pass a smaller evaluation dataset."),
-    "max_evaluation_steps": ((None, -1), "Pass a smaller evaluation dataset."),
     "merge_lora_rank_parameters": ((True,), "save_pretrained(folder, merge=True) merges the adapter into the weights."),
     "metrics_to_show_in_rich_pbar": ((None,), _USE_HOOK),
     "model_huggingface_repo_id": ((None,), _HUB),
@@ -88,7 +99,7 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "optim_args": ((None, ""), "Use optimizer_kwargs={'momentum': 0.9}."),
     "performance_mode": ((False,), "Metrics cost nothing between log points."),
     "process_zero_is_admin": ((True,), "Process 0 writes the files that are written once."),
-    "progress_bar_type": ((None, "tqdm", "rich"), "Use log='none' for no output."),
+    "progress_bar_type": ((None, "tqdm", "rich", "json"), "Use log='none' for no output."),
     "pruning_module": ((None,), "Set pruned weights to zero in on_step_end, or mask them in the model."),
     "precompute_ref_log_probs": ((True, False), "The reference is always evaluated once, before training."),
     "push_to_hub": ((False,), _HUB),
@@ -97,23 +108,107 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
         (True,),
         "Non-numeric columns cannot be moved to a device. Change the collate function.",
     ),
-    "report_steps": ((None,), "Loggers and the console receive the same records: use logging_steps."),
     "save_optimizer_state": ((True,), _ALWAYS_SAVED),
     "save_only_model": ((False,), _ALWAYS_SAVED),
     "sparsify_module": ((False,), "Sparse weights are not supported."),
-    "step_partition_spec": ((None,), "Rows are sharded over dp and fsdp, sequences over sp. " + _MESH),
+    "step_partition_spec": (
+        (None, (("dp", "fsdp"), "sp")),
+        "Rows are sharded over dp and fsdp, sequences over sp. " + _MESH,
+    ),
     "step_start_point": ((None, 0), "Resuming continues at the step of the checkpoint."),
     "track_memory": ((False, None), "Use jax.profiler.save_device_memory_profile(...)."),
-    "training_time": ((None,), "Use max_steps; on SIGTERM a run saves a checkpoint and can be resumed."),
-    "training_time_limit": ((None,), "Use max_steps; on SIGTERM a run saves a checkpoint and can be resumed."),
     "truncation_mode": ((None, "keep_end", "keep_start"), "Truncate the texts in the dataset."),
     "use_data_collator": ((True,), "Override create_collect_function."),
-    "use_grain": ((False, None), "Pass a grain loader as the dataset, or override configure_dataloaders."),
+    "use_grain": ((True, False, None), "Pass a grain loader as the dataset, or override configure_dataloaders."),
     "verbose": ((True, False), "Use log='none' for no output."),
     "wandb_entity": ((None,), "Set WANDB_ENTITY in the environment."),
     "watchers": ((None, []), _USE_HOOK),
-    "weight_distribution_log_steps": ((None, 0), _USE_HOOK),
+    "weight_distribution_log_steps": ((500, None, 0), _USE_HOOK),
+    "weight_distribution_pattern": ((".*", None), _USE_HOOK),
+    "benchmark_interval": ((None,), _BENCHMARKS),
+    "benchmarks": ((None, []), _BENCHMARKS),
+    "dataloader_pin_memory": ((False, None), "Batches are copied to the devices while the step before them runs."),
+    "force_step_start_point": ((False,), "Resuming continues at the step of the checkpoint."),
+    "generation_config_overrides": ((None, {}), _PREVIEWS),
+    "generation_dataset_prompt_field": (("prompt", None), _PREVIEWS),
+    "generation_do_sample": ((None, False), _PREVIEWS),
+    "generation_extra_kwargs": ((None, {}), _PREVIEWS),
+    "generation_frequency_penalty": ((None,), _PREVIEWS),
+    "generation_interval": ((None,), _PREVIEWS),
+    "generation_log_to_wandb": ((True, False), _PREVIEWS),
+    "generation_max_new_tokens": ((None,), _PREVIEWS),
+    "generation_num_prompts": ((1, None), _PREVIEWS),
+    "generation_num_return_sequences": ((None, 1), _PREVIEWS),
+    "generation_presence_penalty": ((None,), _PREVIEWS),
+    "generation_preview_print": ((False, True), "Previews are always printed."),
+    "generation_prompts": ((None, []), _PREVIEWS),
+    "generation_repetition_penalty": ((None,), _PREVIEWS),
+    "generation_seed": ((None,), _PREVIEWS),
+    "generation_shard_inputs": ((True,), _PREVIEWS),
+    "generation_temperature": ((None,), _PREVIEWS),
+    "generation_top_k": ((None,), _PREVIEWS),
+    "generation_top_p": ((None,), _PREVIEWS),
+    "generation_use_train_prompts": ((False,), _PREVIEWS),
+    "grain_shard_count": ((None,), _SHARDS),
+    "grain_shard_index": ((None,), _SHARDS),
+    "lmhead_chunksize": ((None,), "It belongs to trainers of language models: SFTConfig, DPOConfig."),
+    "log_training_generations_to_wandb": ((True, False), "No trainer here generates while it trains."),
+    "merge_lora_before_save": (
+        (True, False),
+        "Checkpoints have the adapter; save_pretrained(folder, merge=True) merges it.",
+    ),
+    "merge_lora_before_tpu_preemption_save": ((False,), "save_pretrained(folder, merge=True) merges the adapter."),
+    "model_parameters": ((None, {}), "Configure the model itself."),
+    "offload_device_index": ((0,), "The dataset stays on the host."),
+    "offload_device_type": (("cpu",), "The dataset stays on the host."),
+    "quantization_bits": ((None,), _QUANTIZATION),
+    "quantization_block": ((None,), _QUANTIZATION),
+    "quantization_group_size": ((None,), _QUANTIZATION),
+    "quantization_mode": ((None,), _QUANTIZATION),
+    "save_tpu_preemption_checkpoints": ((True,), "On SIGTERM a run always saves a checkpoint."),
+    "sparse_module_type": (("bcoo",), "Sparse weights are not supported."),
+    "state_apply_fn_kwarguments_to_model": ((None, {}), "Pass them to the model in compute_loss."),
+    "straight_through_emulator": ((None,), _QUANTIZATION),
+    "tensor_straight_through": ((None,), _QUANTIZATION),
+    # of SFTConfig
+    "add_special_tokens": ((False, True), "Texts get the special tokens that their tokenizer adds, and EOS."),
+    "dataset_batch_size": ((1000, None), "Records are tokenised as fast as the tokenizer allows. Leave it out."),
+    "dataset_kwargs": ((None, {}), "Prepare the dataset before you pass it."),
+    "dataset_num_proc": ((None, 1), "A fast tokenizer uses all cores by itself. Leave it out."),
+    "packing_strategy": (("bfd",), "Whole records are packed, best fit first."),
+    # of DPOConfig
+    "force_use_ref_model": ((False,), "Use reference_free=False."),
+    "generate_during_eval": ((False,), _PREVIEWS),
+    "is_encoder_decoder": ((None, False), "Only causal models are supported."),
+    "label_pad_token_id": ((-100,), "Padding is masked with -100."),
+    "logprob_vocab_chunk_size": ((None,), "Use chunk_tokens: logits are computed in chunks of tokens."),
+    "padding_value": ((None,), "Padding is masked, whatever its value."),
+    "ref_model_mixup_alpha": ((0.9, 0.6), "The reference does not change: see sync_ref_model."),
+    "ref_model_sync_steps": ((64, 512), "The reference does not change: see sync_ref_model."),
+    "rpo_alpha": ((None,), "Use loss_type='orpo', which adds the likelihood of the chosen answer."),
+    "sync_ref_model": (
+        (False,),
+        "The reference is evaluated once, before training. Train for fewer steps, save the model and start a second "
+        "run, whose reference it is.",
+    ),
+    "tools": ((None,), "Put 'tools' into the records."),
+    "use_weighting": ((False,), "All pairs have the same weight."),
 }
+_ESURGE: dict[str, Any] = {
+    "esurge_data_parallelism_axis": None,
+    "esurge_enable_prefix_caching": None,
+    "esurge_hbm_utilization": 0.45,
+    "esurge_max_num_batched_tokens": None,
+    "esurge_max_num_seq_buckets": None,
+    "esurge_max_num_seqs": None,
+    "esurge_min_input_pad": None,
+    "esurge_page_size": 32,
+    "esurge_runner_verbose": False,
+    "esurge_silent_mode": True,
+    "esurge_use_tqdm": True,
+    "use_esurge_generation": True,
+}
+_UNSUPPORTED |= {name: ((default,), "There is no such inference engine here.") for name, default in _ESURGE.items()}
 
 
 def resolve_aliases(given: Mapping[str, Any], known: Collection[str], kind: str) -> dict[str, Any]:
@@ -127,14 +222,23 @@ def resolve_aliases(given: Mapping[str, Any], known: Collection[str], kind: str)
                 raise BadArgument(f"Expected one value for {field}, received {names}. Keep the one you mean.")
             found[field] = resolved
             source[field] = name
+    steps = given.get(_LOGGERS)
+    if steps is not None:  # console and loggers share their interval
+        both = [steps, found.get("logging_steps", steps)]
+        if not all(isinstance(value, int) and not isinstance(value, bool) and value > 0 for value in both):
+            raise BadArgument(expected("report_steps and log_steps to be positive integers", both))
+        found["logging_steps"] = min(both)
     return found
 
 
 def _resolve(name: str, value: Any, known: Collection[str], kind: str) -> dict[str, Any]:
     if name in known:
         return {name: value}
-    if name in ALIASES:
-        return {ALIASES[name]: value}
+    if name == _LOGGERS:
+        return {}
+    own = ALIASES.get(name) or _TEXT_ALIASES.get(name)
+    if own is not None and own in known:
+        return {} if value is None and name in _OPTIONAL else {own: value}
     if name in _MAPPED:
         if not isinstance(value, bool):
             raise BadArgument(expected(f"{name} to be True or False", value))
@@ -148,9 +252,18 @@ def _resolve(name: str, value: Any, known: Collection[str], kind: str) -> dict[s
     raise BadArgument(expected(f"fields of {kind}", name, hint))
 
 
+def default_of(name: str) -> Any:
+    """What happens anyway for an argument that has no counterpart here. Raises KeyError if there is no such argument.
+
+    >>> default_of("esurge_page_size"), default_of("quantization_mode")
+    (32, None)
+    """
+    return _UNSUPPORTED[name][0][0]
+
+
 def _same(one: Any, other: Any) -> bool:
     """Equality that tells True from 1."""
-    one, other = (tuple(v) if isinstance(v, list) else v for v in (one, other))
+    one, other = (tuple(v) if isinstance(v, (list, PartitionSpec)) else v for v in (one, other))
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 

@@ -23,10 +23,13 @@ from trainformer.backends.jax.sharding import resolve_dims
 from trainformer.backends.jax.step import resolve_remat
 from trainformer.core.errors import BadArgument, expected
 from trainformer.engine.cadence import Cadence
-from trainformer.jax.aliases import SETTINGS, resolve_aliases
+from trainformer.jax.aliases import ALIASES, SETTINGS, default_of, resolve_aliases
+from trainformer.jax.batch_sizes import BatchSizes, resolve_batch_sizes
+from trainformer.jax.limits import SaveInterval, TimeLimit, parse_duration
 from trainformer.jax.serialization import JsonArguments
 
 _ALL = 10**9  # checkpoints: no limit
+_LIMITS = ("per_epoch_training_steps", "per_epoch_evaluation_steps", "max_evaluation_steps")
 
 
 class _Arguments(type):
@@ -54,7 +57,7 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
 
     linked: ClassVar[tuple[str, ...]] = (
         *("evaluation_strategy", "eval_steps", "do_eval", "metric_for_best_model"),
-        *("save_strategy", "save_steps", "logging_steps"),
+        *("save_strategy", "save_steps", "save_interval_minutes", "logging_steps"),
     )
 
     _: KW_ONLY
@@ -64,6 +67,7 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
     # Training
     num_train_epochs: float = 3
     max_steps: int = -1  # overrides num_train_epochs
+    training_time_limit: str | float | None = None  # stop after this time: seconds, or "45m", "2h30m", "1d"
     total_batch_size: int | None = None  # rows per optimizer step over all devices
     per_device_train_batch_size: int = 8  # rows of a micro-batch on one data shard
     per_device_eval_batch_size: int = 8
@@ -78,6 +82,7 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
     optimizer: Any = "adamw"  # adamw, adam, adafactor, lion, muon, sgd, or an optax factory or transformation
     optimizer_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     weight_decay: float = 0.01
+    tx_mu_dtype: Any = None  # dtype of the first moment of adam, adamw and lion; None: float32
     max_grad_norm: float | None = 1.0  # None or 0: no clipping
     frozen_parameters: str | list[str] | None = None  # regexes of paths such as "layers/attention/q_proj/kernel"
     nonfinite: str = "raise"  # or skip: skip steps with a non-finite loss or gradient
@@ -96,14 +101,20 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
     packing: bool = False  # several documents per sequence; attention stays inside each document
     train_on_inputs: bool | None = None  # also train on prompts; None: only if the data do not mark them
     shuffle: bool = True
+    shuffle_seed_train: int | None = None  # of the order of the training data; None: seed
     drop_last: bool = False  # drop an incomplete last batch of an epoch
     dataloader_num_workers: int = 0
+    ids_to_pop_from_dataset: list[str] | None = None  # columns to drop
+    per_epoch_training_steps: int | None = None  # at most so many optimizer steps per epoch
+    per_epoch_evaluation_steps: int | None = None  # at most so many batches per evaluation
+    max_evaluation_steps: int | None = None  # the same
 
     # Logging
     log: Any = "console"  # console, wandb, tensorboard, mlflow, none, a logger, or a list of them
     logging_steps: int | str = 10
     project: str = "trainformer"
-    run_name: str | None = None  # None: model_name
+    run_name: str | None = None  # None: model_name, after trainer_prefix
+    trainer_prefix: str | None = None
 
     # Evaluation
     evaluation_strategy: str = "no"  # no, steps, epoch
@@ -113,6 +124,7 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
     # Checkpoints
     save_strategy: str = "steps"  # no: the final one only; steps, epoch
     save_steps: int | str | None = 500
+    save_interval_minutes: float | None = None  # also save every so many minutes; alone, instead of save_steps
     save_total_limit: int | None = None  # None: keep all
     save_best: int | None = None  # best checkpoints to keep as well; None: 1 with metric_for_best_model
     save_async: bool = False
@@ -143,6 +155,11 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
         self.log = list(self.log) if isinstance(self.log, tuple) else self.log
         if isinstance(self.frozen_parameters, tuple):
             self.frozen_parameters = list(self.frozen_parameters)
+        if self.max_evaluation_steps == -1:
+            self.max_evaluation_steps = None
+        self.ids_to_pop_from_dataset = list(self.ids_to_pop_from_dataset or []) or None
+        if self.tx_mu_dtype is not None:
+            self.tx_mu_dtype = _dtype_name("tx_mu_dtype", self.tx_mu_dtype)
 
     # -- checks --------------------------------------------------------------------------------------------------
 
@@ -171,16 +188,18 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
                 raise BadArgument(expected("no weight_decay with an optimizer object", self.weight_decay, do))
             make_optimizer(self.optimizer, schedule, **self.optimizer_kwargs)
         elif not callable(self.optimizer):  # a factory may have side effects: it is called by the run
-            make_optimizer(self.optimizer, schedule, self.weight_decay, **self.optimizer_kwargs)
+            make_optimizer(self.optimizer, schedule, self.weight_decay, **self._optimizer_options())
 
     def _check_numbers(self) -> None:
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             self._integer(name, 1)
         for name in ("warmup_steps", "seed", "dataloader_num_workers"):
             self._integer(name, 0)
-        for name in ("total_batch_size", "eval_batch_size", "max_sequence_length", "save_total_limit"):
+        for name in ("total_batch_size", "eval_batch_size", "max_sequence_length", "save_total_limit", *_LIMITS):
             self._integer(name, 1, or_none=True)
-        self._integer("save_best", 0, or_none=True)
+        for name in ("save_best", "shuffle_seed_train"):
+            self._integer(name, 0, or_none=True)
+        parse_duration(self.training_time_limit)
         if self.max_steps != -1:
             self._integer("max_steps", 1, more=", or -1 for whole epochs")
         for name in ("learning_rate", "num_train_epochs"):
@@ -202,7 +221,7 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
                 raise BadArgument(expected(f"{name} to be True, False or None", getattr(self, name)))
         if self.nonfinite not in ("raise", "skip"):
             raise BadArgument(expected("nonfinite to be 'raise' or 'skip'", self.nonfinite))
-        for name in ("output_dir", "resume", "run_name", "metric_for_best_model"):
+        for name in ("output_dir", "resume", "run_name", "trainer_prefix", "metric_for_best_model"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
                 do = "Pass 'auto', a path, or None to start from scratch." if name == "resume" else ""
                 raise BadArgument(expected(f"{name} to be a string or None", getattr(self, name), do))
@@ -211,6 +230,11 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
 
     def _resolve_strategies(self) -> None:
         """Passing `eval_steps` or `save_steps` alone implies the strategy "steps"."""
+        minutes = self.save_interval_minutes
+        if minutes is not None:
+            _number("save_interval_minutes", minutes, lambda v: v > 0, "a positive number, or None")
+            if not self.passed & {"save_steps", "save_strategy"}:
+                self.save_steps = f"{minutes}min"
         for strategy, steps in (("evaluation_strategy", "eval_steps"), ("save_strategy", "save_steps")):
             value = getattr(self, strategy)
             value = "no" if value is None or value is False else value
@@ -241,48 +265,38 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
         more += ", or None" if or_none else ""
         _number(name, value, lambda v: isinstance(v, int) and v >= least, f"an integer of at least {least}{more}")
 
+    def __getattr__(self, name: str) -> Any:
+        """Arguments under their other names; those without a counterpart here read as their defaults."""
+        if name in ALIASES:
+            return getattr(self, ALIASES[name])
+        try:
+            return default_of(name)
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
+
     # -- used by a run --------------------------------------------------------------------------------
 
     def resolve(self, data_shards: int) -> BatchSizes:
         """Batch sizes on a mesh with `data_shards` = dp * fsdp."""
-        names = ("total_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
-        # Sizes that were not passed follow from those that were; a default never contradicts a passed value.
-        total, per_device, accumulation = (getattr(self, name) if name in self.passed else None for name in names)
-        if total is None:
-            per_device = per_device or self.per_device_train_batch_size
-            accumulation = accumulation or self.gradient_accumulation_steps
-            total = per_device * data_shards * accumulation
-        elif per_device is None:
-            accumulation = accumulation or self.gradient_accumulation_steps
-            per_device, rest = divmod(total, data_shards * accumulation)
-            if rest:
-                raise _not_divisible(total, "gradient_accumulation_steps", accumulation, data_shards)
-        elif accumulation is None:
-            accumulation, rest = divmod(total, data_shards * per_device)
-            if rest:
-                raise _not_divisible(total, "per_device_train_batch_size", per_device, data_shards)
-        elif total != per_device * data_shards * accumulation:
-            raise _contradiction(total, per_device, accumulation, data_shards)
-        return BatchSizes(total, per_device, accumulation, data_shards, self._eval_size(data_shards))
-
-    def _eval_size(self, data_shards: int) -> int:
-        per_device, total = self.per_device_eval_batch_size, self.eval_batch_size
-        if total is None:
-            return per_device * data_shards
-        if "per_device_eval_batch_size" in self.passed and per_device * data_shards != total:
-            raise BadArgument(
-                f"Expected eval_batch_size = per_device_eval_batch_size * (dp * fsdp), received {total} and "
-                f"{per_device} * {data_shards} = {per_device * data_shards}. Pass one of the two."
-            )
-        if total % data_shards:
-            what = f"eval_batch_size to be a multiple of the {data_shards} data shards (dp * fsdp)"
-            raise BadArgument(expected(what, total))
-        return total
+        return resolve_batch_sizes(self, data_shards)
 
     def resolve_on(self, n_devices: int) -> BatchSizes:
         """Batch sizes on `n_devices` devices, arranged by `sharding_array`."""
         dp, fsdp, _, _ = resolve_dims(self.sharding_array, n_devices)
         return self.resolve(dp * fsdp)
+
+    @property
+    def timers(self) -> list[Any]:
+        """Callbacks that act after some time: `training_time_limit`, and `save_interval_minutes` besides steps."""
+        limit, minutes = parse_duration(self.training_time_limit), self.save_interval_minutes
+        also_saves = minutes is not None and self.save_steps != f"{minutes}min"
+        return [*([] if limit is None else [TimeLimit(limit)]), *([SaveInterval(60 * (minutes or 0))] * also_saves)]
+
+    @property
+    def evaluation_limit(self) -> int | None:
+        """The largest number of batches of an evaluation; None: no limit."""
+        limits = [n for n in (self.per_epoch_evaluation_steps, self.max_evaluation_steps) if n is not None]
+        return min(limits, default=None)
 
     def planned_steps(self, steps_per_epoch: int | None) -> int | None:
         """Optimizer steps of the whole run; None if the length of an epoch is unknown."""
@@ -293,7 +307,11 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
     def get_optimizer_and_scheduler(self, steps: int | None) -> tuple[optax.GradientTransformation, Schedule]:
         """The optimizer and the learning-rate schedule for a run of `steps` steps."""
         schedule = self._schedule(steps)
-        return make_optimizer(self.optimizer, schedule, self.weight_decay, **self.optimizer_kwargs), schedule
+        return make_optimizer(self.optimizer, schedule, self.weight_decay, **self._optimizer_options()), schedule
+
+    def _optimizer_options(self) -> dict[str, Any]:
+        moment = {} if self.tx_mu_dtype is None else {"mu_dtype": resolve_dtype(self.tx_mu_dtype)}
+        return {**moment, **self.optimizer_kwargs}
 
     def _schedule(self, steps: int | None) -> Schedule:
         return make_schedule(
@@ -332,7 +350,7 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
             "sharding_array": self.sharding_array,
             "num_workers": self.dataloader_num_workers,
             "project": self.project,
-            "name": self.run_name or self.model_name,
+            "name": self.run_name or "-".join(filter(None, (self.trainer_prefix, self.model_name))),
             "save_every": _cadence(self.save_strategy, self.save_steps),
             "save_best": save_best,
             "save_last": self.save_total_limit or _ALL,
@@ -365,45 +383,3 @@ def _dtype_name(name: str, value: Any) -> str:
         do = "float16 needs loss scaling, bf16 does not." if dtype == "float16" else ""
         raise BadArgument(expected(f"{name} to be 'bf16' or 'fp32'", dtype, do))
     return short[dtype]
-
-
-# -- batch sizes -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class BatchSizes:
-    """Batch sizes in rows: `total` = `per_device` * `data_shards` * `accumulation`.
-
-    `total` is one optimizer step and `evaluation` one evaluation batch, over all devices.
-    """
-
-    total: int
-    per_device: int
-    accumulation: int
-    data_shards: int
-    evaluation: int
-
-
-def _not_divisible(total: int, name: str, value: int, data_shards: int) -> BadArgument:
-    unit = value * data_shards
-    nearest = f"{unit}" if total < unit else f"{total // unit * unit} or {(total // unit + 1) * unit}"
-    return BadArgument(
-        f"Expected total_batch_size to be a multiple of {name} * (dp * fsdp) = {value} * {data_shards} = {unit}, "
-        f"received {total}. Pass total_batch_size={nearest}, or another {name} or sharding_array."
-    )
-
-
-def _contradiction(total: int, per_device: int, accumulation: int, data_shards: int) -> BadArgument:
-    product = per_device * data_shards * accumulation
-    fixes = [f"total_batch_size={product}"]
-    if total % (data_shards * accumulation) == 0:
-        fixes.append(f"per_device_train_batch_size={total // (data_shards * accumulation)}")
-    if total % (data_shards * per_device) == 0:
-        fixes.append(f"gradient_accumulation_steps={total // (data_shards * per_device)}")
-    if total % (per_device * accumulation) == 0:
-        fixes.append(f"a sharding_array with dp * fsdp = {total // (per_device * accumulation)}")
-    return BadArgument(
-        "Expected total_batch_size = per_device_train_batch_size * (dp * fsdp) * gradient_accumulation_steps, received "
-        f"{total} on the left and {per_device} * {data_shards} * {accumulation} = {product} on the right. "
-        f"Pass {', or '.join(fixes)}; or leave one of them out to have it computed."
-    )

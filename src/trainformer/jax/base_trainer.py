@@ -6,17 +6,16 @@ those of every other entry point; mesh, steps and optimizers are in `backends.ja
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
-from safetensors.numpy import save_file
 
 from trainformer.backends.jax.backend import JaxBackend
 from trainformer.backends.jax.compilation import DynamicBatchStep, JittedStep
@@ -32,27 +31,35 @@ from trainformer.data.collate import stack_samples
 from trainformer.data.numpy_loader import numpy_source
 from trainformer.engine import Event
 from trainformer.jax.aliases import refuse_unknown_keywords, settings_passed
+from trainformer.jax.api import JaxTrainerApi
 from trainformer.jax.arguments import TrainingArguments
-from trainformer.jax.saving import new_files, save_trainer
+from trainformer.jax.limits import FirstBatches
+from trainformer.jax.saving import save_trainer, write_weights
 from trainformer.jax.serialization import FILE_NAME
-from trainformer.jax.validation import (
+from trainformer.jax.trainer_protocol import (
+    BaseTrainerProtocol,
     TrainerConfigureDataloaderOutput,
     TrainerConfigureFunctionOutput,
     TrainerConfigureModelOutput,
+)
+from trainformer.jax.validation import (
     as_source,
     cast_parameters,
     check_eval_arguments,
     check_state,
     checked_hook,
+    collect,
+    collect_function,
     state_on_mesh,
     warn_unused_optimizer_arguments,
 )
-from trainformer.run.api import TrainerApi
 from trainformer.run.fit import fit
 from trainformer.run.jax.run import JaxRun, JaxSettings
 
+logger = logging.getLogger("trainformer")
 
-class BaseTrainer(TrainerApi):
+
+class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
     """Trains a flax nnx model on a mesh of devices.
 
     `model` is a module, a function that builds one (``lambda rngs: MyModel(rngs=rngs)``; its weights are initialised
@@ -110,14 +117,18 @@ class BaseTrainer(TrainerApi):
         self.mesh = make_mesh(arguments.sharding_array) if mesh is None else mesh
         self.processes = process_group_on(self.mesh)
         self._shard = process_shard(self.mesh)
-        self.batch_sizes = arguments.resolve(data_shards(self.mesh))
+        self.batch_sizes = sizes = arguments.resolve(data_shards(self.mesh))
+        passed = "gradient_accumulation_steps" in arguments.passed
+        if passed and sizes.accumulation != arguments.gradient_accumulation_steps:
+            what = "total_batch_size=%d: gradients of %d micro-batches of %d rows per data shard are accumulated"
+            logger.info(what, sizes.total, sizes.accumulation, sizes.per_device)
         self.dtype = resolve_dtype(arguments.dtype)
         self._model = model
         self._initial_state = model_state
         self._state: Any = None
         self.scheduler: Callable[[Any], Any] | None = None
         self.tx: Any = None
-        self._run = self._build(CallbackList(callbacks))
+        self._run = self._build(CallbackList([*(callbacks or ()), *arguments.timers]))
         self._run.connect()
         # Only the backend keeps the state: there may be no memory for a second one.
         self._initial_state = self._state = None
@@ -128,8 +139,10 @@ class BaseTrainer(TrainerApi):
         """Build the run: data, its length, state, step functions, in order of dependency."""
         arguments, sizes = self.arguments, self.batch_sizes
         loaders = TrainerConfigureDataloaderOutput(*self.configure_dataloaders())
-        train = as_source(loaders.dataloader_train, sizes.total, arguments.seed, self._shard)
-        val = as_source(loaders.dataloader_eval, sizes.evaluation, arguments.seed, self._shard)
+        self.dataloader_train, self.dataloader_eval, _ = loaders
+        limits = arguments.per_epoch_training_steps, arguments.evaluation_limit
+        train = as_source(loaders.dataloader_train, sizes.total, arguments.seed, self._shard, limits[0])
+        val = as_source(loaders.dataloader_eval, sizes.evaluation, arguments.seed, self._shard, limits[1])
         if train is None:
             raise BadArgument("Expected training data, received none. Pass dataset_train.")
         if val is None:
@@ -139,8 +152,10 @@ class BaseTrainer(TrainerApi):
         configured = TrainerConfigureModelOutput(*self.configure_model())
         self._model, self._state, self.tx, self.scheduler = configured
         functions = TrainerConfigureFunctionOutput(*self.configure_functions())
+        self.train_step_fn, self.eval_step_fn = functions
         pairs: tuple[tuple[Any, Any], ...] = (train, functions.train_step_fn), (val, functions.eval_step_fn)
         for source, function in pairs:
+            source = source.source if isinstance(source, FirstBatches) else source
             if hasattr(source, "pad_last") and not getattr(source, "drop_last", False):
                 source.pad_last = isinstance(function, JittedStep) and not isinstance(function, DynamicBatchStep)
         backend = JaxBackend(
@@ -196,9 +211,27 @@ class BaseTrainer(TrainerApi):
         """Additional metrics, computed from the means of a whole evaluation."""
         return {}
 
-    def create_collect_function(self) -> Callable[[list[Any]], Any] | None:
-        """The collate function. A list that it returns is stacked; None stacks the samples."""
-        return None
+    def create_collect_function(self, max_sequence_length: int | None = None, truncation_mode: str = "keep_end") -> Any:
+        """The collate function: makes a batch of a list of samples. A list that it returns is stacked.
+
+        This one drops `ids_to_pop_from_dataset`, truncates sequences of more than `max_sequence_length` tokens to their
+        end (``keep_end``) or beginning (``keep_start``), and stacks the samples.
+        """
+        columns = self.arguments.ids_to_pop_from_dataset or ()
+        return partial(collect, columns=columns, length=max_sequence_length, mode=truncation_mode)
+
+    #: Further names of it in EasyDeL. A subclass may override any of them.
+    create_grain_collect_function = create_tfds_collect_function = create_collect_function
+
+    def _collate(self) -> Callable[[list[Any]], Any] | None:
+        """The user's collate function, that of a subclass, or None to stack the samples as they are."""
+        names = ("create_collect_function", "create_grain_collect_function", "create_tfds_collect_function")
+        overridden = [name for name in names if self._overrides(name)]
+        if self.data_collator is not None:
+            return self.data_collator
+        if not overridden and not self.arguments.ids_to_pop_from_dataset:
+            return None
+        return collect_function(getattr(self, (overridden or names)[0]), self.arguments.max_sequence_length)
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         """Convert a dataset to the samples that batches are collated from."""
@@ -207,7 +240,7 @@ class BaseTrainer(TrainerApi):
     def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput:
         """Data loaders: a training batch holds a whole optimizer step."""
         arguments, sizes = self.arguments, self.batch_sizes
-        collate = self.data_collator or self.create_collect_function()
+        collate = self._collate()
 
         def collate_and_stack(samples: list[Any]) -> Any:
             assert collate is not None
@@ -221,7 +254,9 @@ class BaseTrainer(TrainerApi):
                 self.prepare_dataset(dataset, train),
                 sizes.total if train else sizes.evaluation,
                 shuffle=train and arguments.shuffle,
-                seed=arguments.seed,
+                seed=arguments.seed
+                if not train or arguments.shuffle_seed_train is None
+                else arguments.shuffle_seed_train,
                 collate=None if collate is None else collate_and_stack,
                 drop_last=train and arguments.drop_last,
                 shard=self._shard,
@@ -293,7 +328,7 @@ class BaseTrainer(TrainerApi):
                 f"{type(self).__name__} has no loss: define compute_loss(model, batch, key), or return step functions "
                 "from configure_functions."
             )
-        arguments, state = self.arguments, self._state
+        arguments, state = self.arguments, self._state if self._state is not None else self.model_state
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
         has_own_remat = hasattr(type(state.model), "configure")  # of single layers
 
@@ -393,19 +428,7 @@ class BaseTrainer(TrainerApi):
 
     def save_weights(self, folder: Path, state: Any) -> list[str]:
         """Write the weights with the model's own `save_pretrained`, or by parameter path. Returns the file names."""
-        model: Any = getattr(state, "model", None)
-        with new_files(folder) as written:
-            if hasattr(model, "save_pretrained"):
-                model.save_pretrained(folder)
-            else:
-                leaves = jax.tree_util.tree_leaves_with_path(getattr(state, "params", state))
-                arrays = {
-                    jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
-                    for path, leaf in leaves
-                    if hasattr(leaf, "dtype") and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-                }
-                save_file(arrays, folder / "model.safetensors")
-        return written
+        return write_weights(folder, state)
 
     def save_assets(self, folder: Path) -> list[str]:
         """Write the files that belong next to the state of a checkpoint. Returns their names."""
@@ -427,43 +450,12 @@ class BaseTrainer(TrainerApi):
         """The state that is trained."""
         return self._run.backend.state
 
-    # -- for callbacks ---------------------------------------------------------------------------------------------
+    _model_state = model_state  # its name in EasyDeL
 
     @property
-    def task(self) -> BaseTrainer:
-        """Where callbacks find the model."""
-        return self
-
-    @property
-    def lr(self) -> float:
-        """The `learning_rate` argument."""
-        return self.arguments.learning_rate
-
-    def was_set(self, name: str) -> bool:
-        """Whether the user passed a setting."""
-        return name in self._run.passed
-
-    def __getattr__(self, name: str) -> Any:
-        """The settings of the run, under the names that all entry points share."""
-        run = self.__dict__.get("_run")
-        if run is None or name not in run.settings.defaults():
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(run.settings, name)
-
-    @property
-    def active_optimizer(self) -> Any:
-        """The optax optimizer."""
-        return self.tx
-
-    @property
-    def active_scheduler(self) -> Any:
-        """The learning rate of the last step with the `get_last_lr()` of torch's schedulers, which callbacks call."""
-        schedule, step = self.scheduler, self.state.step
-
-        def get_last_lr() -> list[float]:
-            return [] if schedule is None else [float(schedule(max(0, step - 1)))]
-
-        return SimpleNamespace(get_last_lr=get_last_lr)
+    def param_dtype(self) -> Any:
+        """The dtype of the stored weights."""
+        return resolve_dtype(self.arguments.param_dtype)
 
 
 def _one_of(name: str, value: Any, other: str, second: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -26,7 +27,7 @@ from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
 from trainformer.jax.reference import ReferenceDigest, ScoredPairs, Scorer
 from trainformer.jax.text_trainer import TextArguments, TextTrainer, valid_labels
-from trainformer.jax.validation import TrainerConfigureModelOutput
+from trainformer.jax.trainer_protocol import TrainerConfigureModelOutput
 from trainformer.losses.jax import dpo_loss, orpo_loss, preference_rewards, simpo_loss
 
 _BETAS = {"sigmoid": 0.1, "ipo": 0.1, "hinge": 0.1, "orpo": 0.1, "simpo": 2.0}  # as in their papers
@@ -39,6 +40,10 @@ _SMOOTHED = ("sigmoid", "simpo")
 class DPOConfig(TextArguments):
     """Arguments of `DPOTrainer`."""
 
+    learning_rate: float = 1e-6
+    max_prompt_length: int | None = None  # tokens; longer prompts lose their beginning
+    max_completion_length: int | None = None  # tokens; longer answers lose their end
+    disable_dropout: bool = True
     loss_type: str = "sigmoid"  # sigmoid (DPO), ipo, hinge; without a reference orpo, simpo
     beta: float | None = None  # None: 0.1, with simpo 2
     gamma: float = 1.0  # the target margin of SimPO
@@ -47,6 +52,10 @@ class DPOConfig(TextArguments):
 
     def check(self) -> None:
         super().check()
+        for name in ("max_prompt_length", "max_completion_length"):
+            self._integer(name, 1, or_none=True)
+        if not isinstance(self.disable_dropout, bool):
+            raise BadArgument(expected("disable_dropout to be True or False", self.disable_dropout))
         if self.loss_type not in _BETAS:
             do = did_you_mean(str(self.loss_type), _BETAS)
             raise BadArgument(expected(f"loss_type to be one of {', '.join(_BETAS)}", self.loss_type, do))
@@ -75,6 +84,13 @@ class DPOConfig(TextArguments):
         return self.loss_type not in _REFERENCE_FREE and not self.reference_free
 
 
+@dataclass(kw_only=True)
+class ORPOConfig(DPOConfig):
+    """Arguments of `ORPOTrainer`: those of DPO, whose loss needs no reference."""
+
+    loss_type: str = "orpo"
+
+
 class DPOTrainer(TextTrainer):
     """Trains a causal language model to prefer the chosen of two answers.
 
@@ -100,7 +116,7 @@ class DPOTrainer(TextTrainer):
         callbacks: Iterable[Any] | None = None,
         **options: Any,
     ) -> None:
-        arguments = DPOConfig.from_arguments(arguments)
+        arguments = self.arguments_type.from_arguments(arguments)
         if reference_model is not None and not arguments.needs_reference:
             what = f"no reference_model with loss_type={arguments.loss_type!r}"
             what += ", reference_free=True" * arguments.reference_free
@@ -111,7 +127,8 @@ class DPOTrainer(TextTrainer):
         super().__init__(arguments, model, processing_class, callbacks=[*(callbacks or ()), self._reference], **options)
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
-        encoder = self.encoder(PairEncoder, "completion")
+        limits = self.arguments.max_prompt_length, self.arguments.max_completion_length
+        encoder = self.encoder(partial(PairEncoder, limits=limits), "completion")
         pairs = preference_tokens(dataset, encoder, **self.token_options(train))  # type: ignore[arg-type]
         self.update_batch_length(pairs)
         if not self.arguments.needs_reference:
@@ -119,7 +136,7 @@ class DPOTrainer(TextTrainer):
         self._scored.append(ScoredPairs(pairs))
         return self._scored[-1]
 
-    def create_collect_function(self) -> Callable[[list[Any]], Any]:
+    def create_collect_function(self, *args: Any, **kwargs: Any) -> Callable[[list[Any]], Any]:
         """Pairs (rows, 2, length), the chosen answer first, with their reference log probabilities."""
 
         def collate(samples: list[Any]) -> dict[str, np.ndarray]:
@@ -164,6 +181,7 @@ class DPOTrainer(TextTrainer):
         return make_sharded(model, self.prepare_model, optax.identity(), key, self.mesh)
 
     def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
+        key = None if self.arguments.disable_dropout else key
         return self._preference_loss(model, batch, key, self.arguments.label_smoothing)
 
     def compute_metrics(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
@@ -202,3 +220,9 @@ class DPOTrainer(TextTrainer):
         flat = {name: array.reshape(-1, array.shape[-1]) for name, array in pairs.items()}
         sums = self.token_sums(model, flat, key)
         return -sums.loss.reshape(-1, 2), sums.tokens.reshape(-1, 2)
+
+
+class ORPOTrainer(DPOTrainer):
+    """A `DPOTrainer` with the loss of ORPO."""
+
+    arguments_type: ClassVar[type[TextArguments]] = ORPOConfig

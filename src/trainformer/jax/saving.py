@@ -8,6 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
 from trainformer.backends.jax.processes import gather_to_host
 from trainformer.checkpointing import CheckpointStore, Retention, StateComponent, StatefulAdapter
 from trainformer.checkpointing.checkpointer import Checkpointer
@@ -64,3 +68,20 @@ def new_files(folder: Path) -> Iterator[list[str]]:
     written: list[str] = []
     yield written
     written += sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
+
+
+def write_weights(folder: Path, state: Any) -> list[str]:
+    """Write the weights with the model's own `save_pretrained`, or by parameter path. Returns the file names."""
+    model: Any = getattr(state, "model", None)
+    with new_files(folder) as written:
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(folder)
+        else:
+            leaves = jax.tree_util.tree_leaves_with_path(getattr(state, "params", state))
+            arrays = {
+                jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+                for path, leaf in leaves
+                if hasattr(leaf, "dtype") and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            }
+            save_file(arrays, folder / "model.safetensors")
+    return written

@@ -97,6 +97,11 @@ class JsonArguments:
             raise BadArgument(expected("an arguments file, or a folder with one", str(path)))
         return cls.from_json(path.read_text(encoding="utf-8"), **changes)
 
+    # Their names in EasyDeL.
+    to_json_string = to_json
+    save_arguments = save
+    load_arguments = load
+
 
 def _plain(value: Any) -> Any:
     """A JSON value; objects are marked, so that their description is never mistaken for a value."""

@@ -5,6 +5,7 @@ The loss is a (sum, weight) over supervised tokens, so that padding, packing and
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import Loss
 from trainformer.data.dataset import IndexedDataset
 from trainformer.data.labels import is_stream
-from trainformer.data.text.collate import token_batch
 from trainformer.data.text.encode import Encoder
 from trainformer.data.text.prepare import causal_tokens
 from trainformer.data.text.records import TextDataset
@@ -27,6 +27,8 @@ from trainformer.data.text.sources import load_text
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.text_trainer import TextArguments, TextTrainer
 from trainformer.models.jax.decoder import generate
+
+logger = logging.getLogger("trainformer")
 
 _MAX_EXPONENT = 700.0  # exp overflows a float beyond it
 
@@ -38,14 +40,38 @@ class SFTConfig(TextArguments):
     By default the loss covers whole texts, the completions of prompts, and all assistant messages of conversations.
     """
 
-    dataset_text_field: str = "text"
+    learning_rate: float = 2e-5
+    dataset_text_field: str | None = "text"  # None: "text"
+    eval_packing: bool | None = None  # None: as packing
+    num_of_sequences: int = 1024  # of EasyDeL's packing buffer; all records are packed together here
     completion_only_loss: bool | None = None  # True: only completions, and the last message of a conversation
     assistant_only_loss: bool = False  # True: only assistant messages
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    generation_interval: int | None = None  # print completions of generation_prompts every so many steps
+    generation_prompts: list[str] | None = None
+    generation_max_new_tokens: int | None = None  # None: 32
+    generation_num_prompts: int | None = (
+        None  # at most so many; None: all, and one of the training data if they are used
+    )
+    generation_use_train_prompts: bool = False  # also complete prompts of the training data
+    generation_dataset_prompt_field: str | None = "prompt"  # their column
+    generation_seed: int | None = None  # of their choice
 
     def check(self) -> None:
         super().check()
+        self.dataset_text_field = self.dataset_text_field or "text"
+        for name in ("generation_interval", "generation_max_new_tokens", "generation_num_prompts"):
+            self._integer(name, 1, or_none=True)
+        self._integer("num_of_sequences", 1)
+        if self.eval_packing not in (None, True, False):
+            raise BadArgument(expected("eval_packing to be True, False or None", self.eval_packing))
+        prompts = self.generation_prompts
+        has_texts = all(isinstance(prompt, str) for prompt in prompts or ())
+        if self.generation_interval is not None and not (has_texts and (prompts or self.generation_use_train_prompts)):
+            do = "Pass generation_prompts=['...'], or generation_use_train_prompts=True."
+            raise BadArgument(expected("texts to complete with generation_interval", prompts, do))
+        self._integer("generation_seed", 0, or_none=True)
         if self.completion_only_loss not in (None, True, False):
             raise BadArgument(expected("completion_only_loss to be True, False or None", self.completion_only_loss))
         for name, limit in (("label_smoothing", 1.0), ("z_loss", math.inf)):
@@ -95,6 +121,9 @@ class SFTTrainer(TextTrainer):
         **options: Any,
     ) -> None:
         self.formatting_func = formatting_func
+        arguments = SFTConfig.from_arguments(arguments)
+        if arguments.generation_interval is not None:
+            options["callbacks"] = [*(options.get("callbacks") or ()), Previews(arguments)]
         super().__init__(arguments, model, processing_class, **options)
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
@@ -105,17 +134,13 @@ class SFTTrainer(TextTrainer):
             dataset = (_FormattedStream if is_stream(data) else _Formatted)(data, self.formatting_func)
         elif arguments.dataset_text_field != "text":
             dataset = TextDataset(dataset, arguments.dataset_text_field)
-        tokens = causal_tokens(dataset, encoder, packing=arguments.packing, **self.token_options(train))
-        return tokens if arguments.packing else self.update_batch_length(tokens)
+        packing = arguments.packing if train or arguments.eval_packing is None else arguments.eval_packing
+        tokens = causal_tokens(dataset, encoder, packing=packing, **self.token_options(train))
+        return tokens if packing else self.update_batch_length(tokens)
 
-    def create_collect_function(self) -> Callable[[list[Any]], Any]:
-        """Rows of the length of the longest sequence, or of `max_sequence_length` if they are packed."""
-
-        def collate(samples: list[Any]) -> dict[str, np.ndarray]:
-            length = self.max_length if "position_ids" in samples[0] else self.batch_length
-            return self.check_token_ids(token_batch(samples, length, self.pad_id))
-
-        return collate
+    def create_collect_function(self, *args: Any, **kwargs: Any) -> Callable[[list[Any]], Any]:
+        """`collect_tokens`: records were truncated when they were tokenised."""
+        return self.collect_tokens
 
     def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
         options = {"label_smoothing": self.arguments.label_smoothing, "z_loss": self.arguments.z_loss}
@@ -153,6 +178,44 @@ class SFTTrainer(TextTrainer):
             ids = ids[: ids.index(end)] if end in ids else ids
             completions.append(self.text.decode(ids, skip_special_tokens=True))
         return completions[0] if isinstance(prompts, str) else completions
+
+
+class Previews:
+    """A callback that prints completions of some prompts every few steps. All processes generate, the first prints."""
+
+    def __init__(self, arguments: SFTConfig) -> None:
+        self.interval = arguments.generation_interval or 1
+        self.prompts = (arguments.generation_prompts or [])[: arguments.generation_num_prompts]
+        self.tokens = arguments.generation_max_new_tokens or 32
+        self.field = arguments.generation_dataset_prompt_field or "prompt"
+        self.seed = arguments.generation_seed or 0
+        wanted = arguments.generation_num_prompts or len(self.prompts) + 1
+        self.missing = wanted - len(self.prompts) if arguments.generation_use_train_prompts else 0
+
+    def on_train_begin(self, trainer: Any) -> None:
+        if self.missing > 0:
+            self.prompts = [*self.prompts, *self._of_training_data(trainer.dataset_train)]
+            self.missing = 0
+
+    def _of_training_data(self, data: Any) -> list[str]:
+        records = load_text(data) if isinstance(data, (str, Path)) else data
+        if not hasattr(records, "__getitem__") or isinstance(records, Mapping):
+            do = "Pass generation_prompts instead."
+            raise BadArgument(expected("training data with an index for generation_use_train_prompts", type(data), do))
+        chosen = np.random.default_rng(self.seed).choice(len(records), min(self.missing, len(records)), replace=False)
+        found = [records[int(index)] for index in chosen]
+        for record in found:
+            if not isinstance(record, Mapping) or not isinstance(record.get(self.field), str):
+                what = f"records with the text {self.field!r} (generation_dataset_prompt_field)"
+                raise BadArgument(expected(what, list(record) if isinstance(record, Mapping) else record))
+        return [record[self.field] for record in found]
+
+    def on_step_end(self, trainer: Any, step: int, loss: Any) -> None:
+        if step % self.interval:
+            return
+        for prompt, completion in zip(self.prompts, trainer.generate(self.prompts, self.tokens), strict=True):
+            if trainer.is_main:
+                logger.info("step %d: %s", step, prompt + completion)
 
 
 class _Formatted(IndexedDataset):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from flax import nnx
 
 from trainformer.backends.jax.step import VALID
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
+from trainformer.data.text.collate import token_batch
 from trainformer.data.text.encode import TRUNCATION, Encoder
 from trainformer.data.text.tokenizer import open_tokenizer
 from trainformer.jax.arguments import TrainingArguments
@@ -129,6 +130,9 @@ class TextTrainer(BaseTrainer):
         **options: Any,
     ) -> None:
         self.arguments = self.arguments_type.from_arguments(arguments)
+        if self.arguments.ids_to_pop_from_dataset:
+            do = "Records are identified by their columns: drop columns from the dataset itself."
+            raise BadArgument(expected("no ids_to_pop_from_dataset", self.arguments.ids_to_pop_from_dataset, do))
         self.lora = LoRAConfig.parse(lora)
         self.base_folder = str(model) if isinstance(model, (str, Path)) else None
         self._frozen: list[str] = []
@@ -187,7 +191,7 @@ class TextTrainer(BaseTrainer):
     def frozen_patterns(self) -> list[str]:
         return [*super().frozen_patterns(), *self._frozen]
 
-    def encoder(self, kind: type[Encoder], train_on: str) -> Encoder:
+    def encoder(self, kind: Callable[..., Encoder], train_on: str) -> Encoder:
         """The encoder that tokenises records."""
         return kind(
             self.text,
@@ -217,6 +221,11 @@ class TextTrainer(BaseTrainer):
             do = "Was the dataset tokenised for another model?"
             raise DataError(expected(f"token ids of the model, from 0 to {self.vocab_size - 1}", wrong, do))
         return batch
+
+    def collect_tokens(self, samples: list[Any]) -> dict[str, np.ndarray]:
+        """Rows of the length of the longest sequence, or of `max_sequence_length` if they are packed."""
+        length = self.max_length if "position_ids" in samples[0] else self.batch_length
+        return self.check_token_ids(token_batch(samples, length, self.pad_id))
 
     @property
     def batch_length(self) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import jax
 from flax import nnx
@@ -14,47 +15,50 @@ from trainformer.backends.jax.precision import cast_floating, resolve_dtype
 from trainformer.backends.jax.sharding import copy_to_mesh, state_shardings
 from trainformer.backends.jax.state import TrainState
 from trainformer.core.errors import BadArgument, expected
+from trainformer.data.collate import stack_samples
 from trainformer.data.numpy_loader import numpy_source
 from trainformer.data.sharding import Shard
 from trainformer.jax.arguments import TrainingArguments
+from trainformer.jax.limits import FirstBatches
 
 logger = logging.getLogger("trainformer")
 
 _OPTIMIZER_ARGUMENTS = ("learning_rate", "optimizer", "optimizer_kwargs", "scheduler", "weight_decay", "warmup_steps")
 
 
-class TrainerConfigureModelOutput(NamedTuple):
-    """The model, and the state to train. `scheduler` is the learning rate as a function of the step."""
-
-    model: Any
-    state: Any
-    tx: Any = None
-    scheduler: Callable[[Any], Any] | None = None
-
-
-class TrainerConfigureDataloaderOutput(NamedTuple):
-    """Data loaders for training and evaluation: sources of ours, or any re-iterable of batches.
-
-    With `max_training_steps` the run ends after that many optimizer steps, whatever the arguments say.
-    """
-
-    dataloader_train: Any
-    dataloader_eval: Any = None
-    max_training_steps: int | None = None
+def as_source(loader: Any, batch_size: int, seed: int, shard: Shard, limit: int | None = None) -> Any:
+    """A source as it is, any other loader as a source of its batches; with a `limit`, the first ones of each epoch."""
+    if loader is None:
+        return None
+    if not hasattr(loader, "batches") or not hasattr(loader, "batches_per_epoch"):
+        loader = numpy_source(loader, batch_size, seed=seed, batched=True, shard=shard, lookahead=2)
+    return loader if limit is None else FirstBatches(loader, limit)
 
 
-class TrainerConfigureFunctionOutput(NamedTuple):
-    """The step functions of a run: ``(state, batch) -> (state, metrics)`` and ``(state, batch) -> metrics``."""
+def collect(samples: list[Any], columns: Collection[str], length: int | None, mode: str) -> Any:
+    """A batch of samples without some columns, and with sequences truncated to `length`."""
+    if mode not in ("keep_end", "keep_start"):
+        raise BadArgument(expected("truncation_mode to be 'keep_end' or 'keep_start'", mode))
 
-    train_step_fn: Callable[[Any, Any], Any]
-    eval_step_fn: Callable[[Any, Any], Any] | None = None
+    def truncated(value: Any) -> Any:
+        if length is None or not hasattr(value, "__len__") or isinstance(value, (str, Mapping)) or len(value) <= length:
+            return value
+        return value[-length:] if mode == "keep_end" else value[:length]
+
+    if not all(isinstance(sample, Mapping) for sample in samples):
+        if columns:
+            raise BadArgument(expected("samples with names to drop columns of", type(samples[0]).__name__))
+        return stack_samples([truncated(sample) for sample in samples])
+    return stack_samples([{k: truncated(v) for k, v in sample.items() if k not in columns} for sample in samples])
 
 
-def as_source(loader: Any, batch_size: int, seed: int, shard: Shard) -> Any:
-    """A source as it is; any other loader wrapped as a source of its batches."""
-    if loader is None or (hasattr(loader, "batches") and hasattr(loader, "batches_per_epoch")):
-        return loader
-    return numpy_source(loader, batch_size, seed=seed, batched=True, shard=shard, lookahead=2)
+def collect_function(make: Callable[..., Any], max_sequence_length: int | None) -> Any:
+    """Call a `create_collect_function` with those of EasyDeL's arguments that it takes."""
+    given = {"max_sequence_length": max_sequence_length, "truncation_mode": "keep_end"}
+    known = inspect.signature(make).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known)
+    accepted = {parameter.name for parameter in known}
+    return make(**{name: value for name, value in given.items() if takes_any or name in accepted})
 
 
 def check_eval_arguments(arguments: TrainingArguments) -> None:

@@ -7,6 +7,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "trainformer.mini.trainer": ["BaseTrainer", "NonFiniteGradients"],
         "trainformer.callbacks.compat.mini": ["BaseHook"],
+        "trainformer.mini.adapter": ["LossNoneWarning"],
         "trainformer.mini.checkpointing": ["CheckpointingHook"],
         "trainformer.mini.hooks": [
             "CudaMaxMemoryHook",

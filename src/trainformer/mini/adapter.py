@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainformer.core.errors import BadArgument, DataError, expected
@@ -33,13 +36,18 @@ _RESERVED = ("loss", "grad_norm", "lr", "epoch", "bad_samples", "skipped_steps",
 _LOADER_ATTRIBUTES = ("batch_size", "sampler", "batch_sampler", "dataset", "set_epoch", "state_dict", "load_state_dict")
 
 
+class LossNoneWarning(UserWarning):
+    """`forward` returned no loss for a model whose ranks wait for each other."""
+
+
 class TrainerTask:
     """The trainer as a task. All micro-batches have the same weight, whatever their size."""
 
     def __init__(self, owner: BaseTrainer) -> None:
         self.owner = owner
-        self._losses: list[Tensor] = []
-        self._records: list[dict[str, Any]] = []
+        self.losses: list[Tensor] = []  # of the micro-batches of the current step
+        self.records: list[dict[str, Any]] = []
+        self.retries = 0
         if owner.no_sync_accumulate and owner.gradient_accumulation_steps > 1:
             # Skips the gradient all-reduce of a DDP or FSDP2 model.
             switch = getattr(owner.model, "set_requires_gradient_sync", None)
@@ -62,31 +70,32 @@ class TrainerTask:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             do = "Take the mean over the batch; return None to skip the batch."
             raise BadArgument(expected("forward() to return a scalar tensor or None as its loss", what, do))
-        self._records.append(records)
         metrics = {
             f"records.{name}" if name in _RESERVED else name: (value, 1)
             for name, value in flattened(records).items()
             if value is not None
         }
+        self.records.append(records)
         if loss is None:
+            if isinstance(self.model, (DistributedDataParallel, FullyShardedDataParallel)):
+                warnings.warn(
+                    "forward() returned no loss for a DDP or FSDP model: its backward pass is skipped. Every rank must "
+                    "do the same, or return None before it calls the model.",
+                    LossNoneWarning,
+                    stacklevel=2,
+                )
             return Mean(None, 0, metrics)
-        self._losses.append(loss.detach())
+        self.losses.append(loss.detach())
         return Mean(loss, 1, metrics)
 
     def on_step_skipped(self) -> None:
-        """Forget the micro-batches of a step that was dropped or will be retried."""
-        self._losses, self._records = [], []
+        """Forget the micro-batches of a step that will be retried."""
+        self.losses, self.records = [], []
+        self.retries += 1
 
-    def pop_step(self) -> tuple[Tensor | None, dict[str, Any]]:
-        """Mean loss and records of the step that just ended, without a device sync."""
-        losses, records = self._losses, self._records
-        self._losses, self._records = [], []
-        loss = losses[0] if losses else None
-        if len(losses) > 1:
-            stacked = torch.stack(losses)
-            # In double precision (except on MPS), as everywhere: all paths must compute the same mean.
-            loss = stacked.mean() if stacked.device.type == "mps" else stacked.double().mean()
-        return loss, records[0] if len(records) == 1 else _mean_records(records)
+    def begin_step(self) -> None:
+        """Forget the micro-batches of the step before."""
+        self.losses, self.records, self.retries = [], [], 0
 
     def eval_step(self, batch: Any) -> dict[str, Any]:
         raise BadArgument("Expected evaluation to be done in a hook, received an eval_step call; mini has none.")
@@ -139,18 +148,6 @@ class UserStrategy(Strategy):
         return norm.full_tensor() if is_dtensor(norm) else norm
 
 
-def _mean_records(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """The key-wise mean over micro-batches. Tensors are averaged on their device."""
-    average: dict[str, Any] = {}
-    for key in dict.fromkeys(key for record in records for key in record):
-        values = [record[key] for record in records if record.get(key) is not None]
-        if any(isinstance(value, dict) for value in values):
-            average[key] = _mean_records([value for value in values if isinstance(value, dict)])
-        elif values:
-            average[key] = sum(values[1:], start=values[0]) / len(values)
-    return average
-
-
 @contextmanager
 def _switched_off(switch: Callable[[bool], Any]) -> Iterator[None]:
     switch(False)
@@ -166,7 +163,7 @@ class Loader:
     def __init__(self, inner: Any, owner: BaseTrainer) -> None:
         self.inner = inner
         self.requested_at: float | None = None
-        self.waited = 0.0
+        self.waits: list[float] = []  # seconds, for each micro-batch of the current step
         self._owner = owner
         self._consumed = 0
 
@@ -189,8 +186,7 @@ class Loader:
                 batch = next(batches)
             except StopIteration:
                 break
-            finally:
-                self.waited += time.perf_counter() - start
+            self.waits.append(time.perf_counter() - start)
             self._consumed += 1
             yield batch
         if is_iterator and self._consumed == before:
@@ -201,10 +197,10 @@ class Loader:
                 "a list, which can be iterated again, or an endless generator."
             )
 
-    def pop_times(self, now: float) -> tuple[float, float]:
-        """Seconds of the step that just ended, and how many of them were spent waiting for data."""
-        times = now - (self.requested_at if self.requested_at is not None else now), self.waited
-        self.requested_at, self.waited = None, 0.0
+    def pop_times(self, now: float) -> tuple[float, list[float]]:
+        """Seconds of the step that just ended, and how many of them each micro-batch waited for data."""
+        times = now - (self.requested_at if self.requested_at is not None else now), self.waits
+        self.requested_at, self.waits = None, []
         return times
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from trainformer.callbacks.compat.mini import TrainerView
 from trainformer.checkpointing.checkpointer import SaveFailed
 from trainformer.checkpointing.torch_files import read_single_file, write_single_file
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
-from trainformer.mini.hooks import IntervalHook
+from trainformer.mini.hooks import IntervalHook, in_workspace
+from trainformer.mini.state import read_trainloop_folder
 from trainformer.mini.utils import barrier, broadcast, check_integer
 from trainformer.run.provenance import check_unchanged
 from trainformer.utils.distributed import rank
@@ -35,10 +37,10 @@ _MAX_FAILURES = 3
 class CheckpointingHook(IntervalHook):
     """Saves every `interval` steps, at the end, and on `exit_signals`; resumes when the program is started again.
 
-    `keep_previous` is the number of files to keep (None: all); `keep_interval` also keeps the checkpoints at multiples
-    of that many steps. `path` defaults to ``checkpoints`` in the workspace. `load` is ``"latest"``, a file to start
-    from, or None to start from scratch. After a signal the process exits with `exit_code`; with several ranks it waits
-    `exit_wait` seconds first, so that the others can save too.
+    `keep_previous` is the number of files to keep (None: all). Multiples of `keep_interval` and `keep_steps` are saved
+    as well, and always kept. A relative `path` is inside the workspace. `load` is ``"latest"``, a file to start from
+    (also the folder of a checkpoint of trainloop), or None to start from scratch. After a signal the process exits with
+    `exit_code`, `exit_wait` seconds later.
     """
 
     def __init__(
@@ -46,32 +48,33 @@ class CheckpointingHook(IntervalHook):
         interval: int = 1000,
         keep_previous: int | None = None,
         keep_interval: int | None = None,
-        path: str | os.PathLike[str] | None = None,
+        path: str | os.PathLike[str] | None = "checkpoints",  # None: the same
         load: str | os.PathLike[str] | None = "latest",
         *,
-        exit_signals: Sequence[int] | None = (signal.SIGTERM, signal.SIGINT),
+        keep_steps: Iterable[int] | None = None,
+        exit_signals: int | str | Sequence[int | str] | None = (signal.SIGTERM, signal.SIGINT),
         exit_code: int | str = "128+signal",
-        exit_wait: float = 0.0,
+        exit_wait: float | timedelta = 0.0,
     ) -> None:
         super().__init__(interval)
         if keep_previous is not None:
             check_integer("keep_previous", keep_previous, minimum=0)
-        if keep_interval is not None:
-            check_integer("keep_interval", keep_interval, minimum=1)
         self.keep_previous = keep_previous
-        self.keep_interval = keep_interval
-        self.path = None if path is None else Path(path)
-        self.load = load
-        self.exit_signals = tuple(_signal(number) for number in exit_signals or ())
+        self.keep_interval = check_integer("keep_interval", keep_interval or 0, minimum=0)  # 0: none
+        self.keep_steps = {check_integer("keep_steps", step, minimum=1) for step in keep_steps or ()}
+        self.path = Path("checkpoints" if path is None else path)
+        self.load = None if load is None else os.fspath(load)
+        numbers = [exit_signals] if isinstance(exit_signals, (int, str)) else exit_signals or ()
+        self.exit_signals = tuple(_signal(number) for number in numbers)
         self.exit_code = exit_code
-        self.exit_wait = exit_wait
+        self.exit_wait = exit_wait.total_seconds() if isinstance(exit_wait, timedelta) else exit_wait
         self.is_pending = False
         self._origin = ""
         self._failures = 0
         if exit_code != "128+signal" and (isinstance(exit_code, bool) or not isinstance(exit_code, int)):
             raise BadArgument(expected("exit_code to be a number or '128+signal'", exit_code))
-        if not isinstance(exit_wait, (int, float)) or exit_wait < 0:
-            raise BadArgument(expected("exit_wait to be a number of seconds", exit_wait))
+        if not isinstance(self.exit_wait, (int, float)) or self.exit_wait < 0:
+            raise BadArgument(expected("exit_wait to be a number of seconds or a timedelta", exit_wait))
 
     def on_before_train(self, trainer: Any) -> None:
         if isinstance(trainer, TrainerView):
@@ -80,9 +83,13 @@ class CheckpointingHook(IntervalHook):
                 "Remove the hook; use the trainer's save_every, save_last and keep_every."
             )
 
+    def is_kept(self, step: int) -> bool:
+        """Whether the checkpoint of a step is saved and kept, whatever the other rules."""
+        return step in self.keep_steps or bool(self.keep_interval and step % self.keep_interval == 0)
+
     def on_after_step(self, trainer: Any) -> None:
         # Saved after all hooks have handled the step, so that the checkpoint contains what they did.
-        if self.is_due(trainer):
+        if self.is_due(trainer) or self.is_kept(trainer.step):
             self.is_pending = True
             trainer._built_run().control.should_save = True
 
@@ -132,7 +139,7 @@ class CheckpointingHook(IntervalHook):
             return
         numbered = [(step, path) for step, path in _numbered(folder) if step <= newest]
         for step, path in numbered[: len(numbered) - max(self.keep_previous, 1)]:
-            if self.keep_interval is None or step % self.keep_interval:
+            if not self.is_kept(step):
                 path.unlink(missing_ok=True)
 
     def restore(self, trainer: Any, wanted: bool = True) -> bool:
@@ -143,22 +150,32 @@ class CheckpointingHook(IntervalHook):
         found = self._newest(trainer, folder) if wanted and rank() == 0 else None
         # All ranks use what rank 0 found: on shared storage a file may appear later to some of them.
         path = broadcast(None if found is None else found[0])
-        if wanted and path is None and origin:
-            path = Path(origin)
-            if not path.is_file():
-                raise BadArgument(expected("load to be 'latest', a checkpoint's file, or None", origin))
+        if wanted and path is None:
+            path = self._named(folder)
         if path is not None:
             if trainer.step:
                 trainer.logger.info("replacing the state loaded before (step %d)", trainer.step)
-            if not origin and trainer.workspace is not None:
+            if not origin and trainer.workspace is not None and path.is_file():
                 check_unchanged(
                     trainer._built_run(), trainer.workspace, path, ignore=("seed",)
                 )  # drawn by each process
-            trainer.load_state_dict(read_single_file(path) if found is None else found[1])
+            read = read_trainloop_folder if path.is_dir() else read_single_file
+            trainer.load_state_dict(read(path) if found is None else found[1])
             self._origin = origin
             trainer.logger.info("resuming from %s (step %d); pass load=None to start from scratch", path, trainer.step)
         self._clean_up(trainer, folder)
         return path is not None
+
+    def _named(self, folder: Path) -> Path | None:
+        """The file or folder of `load`, or a name in the checkpoint folder; "latest" is that of trainloop."""
+        named = folder / "latest" if self.load == "latest" else Path(str(self.load))
+        if not named.exists() and len(named.parts) == 1:
+            named = folder / named
+        if named.is_file() or (named.is_dir() and (named / "training_state.pt").is_file()):
+            return named
+        if self.load == "latest":
+            return None
+        raise BadArgument(expected("load to be 'latest', a checkpoint's file, or None", str(self.load)))
 
     def _newest(self, trainer: Any, folder: Path) -> tuple[Path, dict[str, Any]] | None:
         """The newest readable file. If `load` names a file, only one of a run that started from it."""
@@ -168,7 +185,8 @@ class CheckpointingHook(IntervalHook):
             except DataError as error:
                 trainer.logger.warning("%s Falling back to the previous checkpoint.", error)
                 continue
-            origins = [s.get("origin", "") for key, s in states.items() if key.startswith("callback.CheckpointingHook")]
+            hooks = [s for key, s in states.items() if key.startswith("callback.CheckpointingHook")]
+            origins = [s.get("checkpointing_hook", {}).get("origin", "") for s in hooks]
             return (path, states) if not self._origin or self._origin in origins else None
         return None
 
@@ -208,14 +226,14 @@ class CheckpointingHook(IntervalHook):
 
     def on_state_dict(self, trainer: Any, state_dict: dict[str, Any]) -> None:
         # A run that started from a named file resumes from its own newest file when it is started again.
-        state_dict["origin"] = self._origin
+        state_dict["checkpointing_hook"] = {"origin": self._origin}
 
     def on_load_state_dict(self, trainer: Any, state_dict: dict[str, Any]) -> None:
-        self._origin = state_dict["origin"]
+        self._origin = state_dict.get("checkpointing_hook", {}).get("origin", "")  # trainloop saves none
 
     def folder(self, trainer: Any) -> Path:
         """The folder of the checkpoints."""
-        return self.path if self.path is not None else (trainer.workspace or Path()) / "checkpoints"
+        return in_workspace(trainer, self.path)
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:

@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from trainformer.backends.torch import capture_random, restore_random
 from trainformer.backends.torch.state import cloned
 from trainformer.callbacks.base import CallbackList
+from trainformer.callbacks.compat.mini import BaseHook, StepLosses, overrides
 from trainformer.checkpointing import StateComponent, StatefulAdapter
 from trainformer.mini.adapter import Loader, NoSchedule, TrainerTask, UserStrategy, as_loader, state_options
 from trainformer.mini.hooks import LoggingHook, ProgressHook
@@ -26,13 +28,14 @@ from trainformer.run.provenance import size_of
 from trainformer.run.settings import FrontOptions
 from trainformer.run.signals import SignalRules
 from trainformer.run.torch.api import TorchTrainerApi
-from trainformer.utils.distributed import rank, world_size
+from trainformer.utils.distributed import rank
 from trainformer.utils.helpers import seed_everything
 
 if TYPE_CHECKING:
     from trainformer.mini.trainer import BaseTrainer
 
 _LOG_EVERY = 100  # without a hook that has an interval
+_PRECISIONS = {None: "no", torch.float16: "fp16", torch.bfloat16: "bf16"}
 #: Folder of the run's own checkpoints inside the workspace: there are none.
 _NO_CHECKPOINTS = ".checkpoints"
 
@@ -81,7 +84,8 @@ def make_run(trainer: BaseTrainer) -> MiniRun:
     # The run carries the name of the user's class.
     task: TrainerTask = type(type(trainer).__name__, (TrainerTask,), {})(trainer)
     view = NativeView(trainer)
-    callbacks = CallbackList([StepRecorder(trainer, task, loader), *trainer.hooks])
+    recorder = StepRecorder(trainer, task, loader)
+    callbacks = CallbackList([recorder, *trainer.hooks])
     passed = frozenset({"max_steps", "device", "optimizer", "scheduler"})
     with _keep_random_state():
         run = MiniRun(
@@ -98,6 +102,15 @@ def make_run(trainer: BaseTrainer) -> MiniRun:
     scaler = trainer.grad_scaler
     run.backend.precision.scaler = scaler if scaler is not None and scaler.is_enabled() else None
     view._run = run
+    hooks = [h for h in trainer.hooks if isinstance(h, BaseHook) and overrides(h, "on_before_optimizer_step")]
+    if hooks:
+
+        def before_clipping() -> None:
+            recorder.record_gradients()
+            for hook in hooks:
+                hook.on_before_optimizer_step(trainer)
+
+        run.backend.before_clipping = before_clipping
     return run
 
 
@@ -129,7 +142,7 @@ def _settings(trainer: BaseTrainer) -> RunSettings:
         max_steps=trainer.max_steps,
         gradient_clip=trainer.grad_clip,
         nonfinite=f"retry:{retries}" if retries else "raise",
-        precision=trainer.mixed_precision or "no",
+        precision=_PRECISIONS[trainer.mixed_precision],
         accumulation_steps=trainer.gradient_accumulation_steps,
         device=trainer.device,
         optimizer=trainer.optimizer,
@@ -151,9 +164,7 @@ def _options(trainer: BaseTrainer) -> FrontOptions:
     signals = SignalRules(stopping=())
     if hooks:
         stopping = dict.fromkeys(number for hook in hooks for number in hook.exit_signals)
-        # A single process has no other ranks to wait for.
-        wait = max(hook.exit_wait for hook in hooks) if world_size() > 1 else 0.0
-        signals = SignalRules(tuple(stopping), hooks[0].exit_code, wait)
+        signals = SignalRules(tuple(stopping), hooks[0].exit_code, max(hook.exit_wait for hook in hooks))
     return FrontOptions(
         plan={"log_first": False, "save_at_end": bool(hooks)},
         keeps_folder=trainer.workspace is not None and rank() == 0,
@@ -174,10 +185,21 @@ class StepRecorder:
 
     def on_train_begin(self, trainer: Any) -> None:
         self._loader.pop_times(0.0)
-        self._task.on_step_skipped()
 
     def on_step_begin(self, trainer: Any, step: int) -> None:
         self._trainer._in_step = True
+        self._trainer.step_info = {}
+        self._task.begin_step()
+
+    def record_gradients(self) -> None:
+        """Gradients are complete: what is known of the step by now."""
+        task = self._task
+        self._trainer.step_info |= {
+            "loss": StepLosses(task.losses),
+            "records": task.records,
+            "data_time": list(self._loader.waits),
+            "non_finite_grad_retry_count": task.retries,
+        }
 
     def on_before_optimizer_step(self, trainer: Any, step: int) -> None:
         # After the update the schedule has already advanced.
@@ -185,16 +207,14 @@ class StepRecorder:
 
     def on_step_end(self, trainer: Any, step: int, loss: Any) -> None:
         owner = self._trainer
-        step_time, data_time = self._loader.pop_times(time.perf_counter())
-        mean, records = self._task.pop_step()
+        self.record_gradients()
+        step_time, data_times = self._loader.pop_times(time.perf_counter())
         owner._in_step = False
-        owner.step_info = {
-            "loss": mean,
-            "records": records,
+        owner.step_info |= {
             "grad_norm": trainer.grad_norm,
             **{f"lr_{i}": rate for i, rate in enumerate(self._learning_rates)},
             "step_time": step_time,
-            "data_time": data_time,
+            "data_time": data_times,
         }
 
 

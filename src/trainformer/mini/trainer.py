@@ -18,13 +18,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainformer.backends.torch import restore_random
 from trainformer.backends.torch.placement import resolve_device
 from trainformer.callbacks.compat.mini import BaseHook, unwrap
-from trainformer.checkpointing.checkpointer import load_components
-from trainformer.core.errors import BadArgument, DataError, NonFiniteError, expected
+from trainformer.core.errors import BadArgument, NonFiniteError, expected
 from trainformer.data.order import sample_key, seed_generators
 from trainformer.engine import RunState
 from trainformer.mini.adapter import checked_scheduler
 from trainformer.mini.checkpointing import CheckpointingHook
 from trainformer.mini.run import MiniRun, make_run
+from trainformer.mini.state import collect_state, load_state
 from trainformer.mini.utils import broadcast, check_integer
 from trainformer.run.fit import fit
 from trainformer.run.logging import console_messages
@@ -34,6 +34,11 @@ from trainformer.utils.locks import FolderInUse, FolderLock
 
 #: Built in this order by `build_<name>()`, or earlier if another part uses it.
 _PARTS = ("data_loader", "model", "optimizer", "lr_scheduler", "grad_scaler", "hooks")
+#: Methods of the loop of trainloop.
+_NOT_CALLED = (
+    *("_run_step", "_before_train", "_before_step", "_before_optimizer_step", "_after_step", "_after_train"),
+)
+_DTYPES = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
 _TYPES: dict[str, type] = {"model": nn.Module, "optimizer": torch.optim.Optimizer}
 
 
@@ -76,21 +81,24 @@ class BaseTrainer:
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int | None = None,
         workspace: str | os.PathLike[str] | None = None,
-        device: torch.device | str | int = "cuda",
+        device: torch.device | str | int | None = None,
         no_sync_accumulate: bool = True,
         state_dict_options: StateDictOptions | None = None,
         logger: logging.Logger | None = None,
     ) -> None:
-        if hasattr(type(self), "_run_step"):
-            raise BadArgument(
-                f"{type(self).__name__} overrides _run_step, which the training loop of this library does not call. "
-                "Move code around a step into hooks, and code inside a step into forward()."
-            )
+        for name in _NOT_CALLED:
+            if hasattr(type(self), name):
+                raise BadArgument(
+                    f"{type(self).__name__} overrides {name}, which the training loop of this library does not call. "
+                    "Move code around a step into hooks, and code inside a step into forward()."
+                )
         self.max_steps = check_integer("max_steps", max_steps, minimum=1)
         self.grad_clip = grad_clip
         retries, accumulation = max_non_finite_grad_retries, gradient_accumulation_steps
         self.max_non_finite_grad_retries = _optional_integer("max_non_finite_grad_retries", retries, 0)
-        self.mixed_precision = mixed_precision
+        if mixed_precision not in _DTYPES:
+            raise BadArgument(expected("mixed_precision to be 'fp16', 'bf16' or None", mixed_precision))
+        self.mixed_precision = _DTYPES[mixed_precision]
         self.gradient_accumulation_steps = _optional_integer("gradient_accumulation_steps", accumulation, 1) or 1
         self.workspace = None if workspace is None else Path(workspace)
         self.device = _device(device)
@@ -104,8 +112,7 @@ class BaseTrainer:
         self._restored = False
         self._random_state: dict[str, Any] | None = None
         self._building: list[str] = []
-        if mixed_precision not in (None, "fp16", "bf16"):
-            raise BadArgument(expected("mixed_precision to be 'fp16', 'bf16' or None", mixed_precision))
+        self.state_in_transfer: dict[str, Any] | None = None  # while hooks add to a state, or load theirs
         is_number = isinstance(grad_clip, (int, float)) and not isinstance(grad_clip, bool)
         if grad_clip is not None and not (is_number and grad_clip > 0):
             raise BadArgument(expected("grad_clip to be a positive number or None", grad_clip))
@@ -134,7 +141,7 @@ class BaseTrainer:
 
     def build_grad_scaler(self) -> torch.amp.GradScaler:
         """Return the gradient scaler; it is used if it is enabled."""
-        return torch.amp.GradScaler(self.device.type, enabled=self.mixed_precision == "fp16")
+        return torch.amp.GradScaler(self.device.type, enabled=self.mixed_precision == torch.float16)
 
     def build_hooks(self) -> list[Any]:
         """Return hooks in the order in which they run; native and HuggingFace callbacks are allowed too."""
@@ -144,13 +151,13 @@ class BaseTrainer:
         """Pass metrics to the hooks. With `dry_run`, as on all ranks but rank 0, nothing is written."""
         for hook in self.hooks:
             if isinstance(hook, BaseHook):
-                hook.on_log(self, records, dry_run or rank() > 0)
+                hook.on_log(self, records, dry_run=dry_run or rank() > 0)
 
     def log_images(self, records: dict[str, Any], dry_run: bool = False) -> None:
         """Pass images (PIL images, arrays or tensors) to the hooks, by name."""
         for hook in self.hooks:
             if isinstance(hook, BaseHook):
-                hook.on_log_images(self, records, dry_run or rank() > 0)
+                hook.on_log_images(self, records, dry_run=dry_run or rank() > 0)
 
     # -- training ---------------------------------------------------------------------------------------------
 
@@ -239,20 +246,16 @@ class BaseTrainer:
         """The whole state of the run: model, optimizer, scheduler, scaler, position, RNG state, hooks.
 
         Only tensors and plain values, so that `torch.load(weights_only=True)` reads it. As usual in torch, the tensors
-        are not copied.
+        are not copied. What hooks add is at the top level as well as in their own component.
         """
         self._build()
-        return {c.key: c.stateful.state_dict() for c in self._built_run().components()}
+        return collect_state(self, self._built_run())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state from `state_dict()` or from a checkpoint file."""
-        states = state_dict.get("components", state_dict)
-        if not isinstance(states, Mapping) or "run" not in states:
-            do = "Load weights alone with trainer.unwrapped_model.load_state_dict()."
-            raise DataError(expected("the state of a run from state_dict()", sorted(map(str, state_dict)), do))
+        """Load a state from `state_dict()` or from a checkpoint file, also one of trainloop."""
         self._build()
         run = self._built_run()
-        load_components(run.components(), dict(states))
+        states = load_state(self, run, state_dict)
         run.state.stopped = []  # loaded on purpose, to continue
         self._random_state = states.get("rng")
         if rank() > 0:
@@ -272,9 +275,10 @@ class BaseTrainer:
         """The current step: 0 before training, 1 during the first `forward()`; after a step, its number."""
         return 0 if self._run is None else self._run.state.step + self._in_step
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
+    @staticmethod
+    def unwrap(module: nn.Module) -> nn.Module:
         """The model inside `torch.compile`, DDP, FSDP and `AveragedModel`."""
-        return unwrap(model)
+        return unwrap(module)
 
     @property
     def unwrapped_model(self) -> nn.Module:
@@ -310,6 +314,8 @@ def _optional_integer(name: str, value: Any, minimum: int) -> int | None:
 
 
 def _device(device: Any) -> torch.device:
+    if device is None:
+        return torch.device("cuda") if torch.cuda.is_available() else torch.get_default_device()
     try:
         return resolve_device(device)
     except BadArgument as error:

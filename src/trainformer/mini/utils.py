@@ -25,13 +25,16 @@ def map_nested_tensor(function: Callable[[Tensor], Any], input: Any) -> Any:
     return map_tensors(function, input)
 
 
-def key_average(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def key_average(records: Iterable[Mapping[str, Any]], exclude_nan: bool = False) -> dict[str, Any]:
     """The mean of every value over the records that have it, with the same nesting.
 
-    Values are numbers or one-element tensors; None counts as missing. Tensors are read in one transfer.
+    Values are numbers or one-element tensors; None counts as missing, and so does NaN with `exclude_nan`, unless there
+    is nothing else. Tensors are read in one transfer.
 
     >>> key_average([{"loss": 1.0, "metrics": {"f1": 0.5}}, {"loss": 2.0}])
     {'loss': 1.5, 'metrics': {'f1': 0.5}}
+    >>> key_average([{"loss": 1.0}, {"loss": float("nan")}], exclude_nan=True)
+    {'loss': 1.0}
     """
     found: dict[tuple[str, ...], list[Any]] = {}
     for record in records:
@@ -42,6 +45,8 @@ def key_average(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     average: dict[str, Any] = {}
     for path, kept in found.items():
         numbers = [next(values) for _ in kept]
+        if exclude_nan:
+            numbers = [number for number in numbers if not math.isnan(number)] or [math.nan]
         # fsum is exact but raises for inf - inf, where plain addition gives NaN.
         total = math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
         put(average, path, total / len(numbers))
@@ -78,9 +83,56 @@ def flattened(record: Mapping[str, Any], separator: str = ".") -> dict[str, Any]
     return {separator.join(map(str, path)): value for path, value in leaves(record)}
 
 
+def flatten_nested_dict(d: Mapping[str, Any], parent_key: tuple[str, ...] | None = None) -> dict[tuple[str, ...], Any]:
+    """A nested dict with tuples of names as keys.
+
+    >>> flatten_nested_dict({"loss": 1.0, "metrics": {"f1": 0.5}})
+    {('loss',): 1.0, ('metrics', 'f1'): 0.5}
+    """
+    return dict(leaves(d, parent_key or ()))
+
+
 def as_numbers(record: Mapping[str, Any]) -> dict[str, Any]:
     """The record as floats, with all tensors read in one transfer; None values are dropped."""
     return key_average([record])
+
+
+def step_values(info: Mapping[str, Any]) -> dict[str, Any]:
+    """`step_info` with one number per step: the means over micro-batches, and all of the time spent waiting for data.
+
+    Tensors stay on their device. What hooks added is left out if it is no number.
+    """
+    values: dict[str, Any] = {
+        name: v for name, v in info.items() if isinstance(v, Real) or (isinstance(v, Tensor) and v.numel() == 1)
+    }
+    values["records"] = mean_records(info.get("records", []))
+    losses = info.get("loss", [])
+    values["loss"] = _mean(losses) if losses else None
+    if "data_time" in info:
+        values["data_time"] = sum(info["data_time"])
+    return values
+
+
+def _mean(losses: Sequence[Any]) -> Any:
+    if len(losses) == 1:
+        return losses[0]
+    stacked = torch.stack(list(losses))
+    # In double precision (except on MPS), as everywhere: all paths must compute the same mean.
+    return stacked.mean() if stacked.device.type == "mps" else stacked.double().mean()
+
+
+def mean_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The key-wise mean over micro-batches. Tensors are averaged on their device."""
+    if len(records) == 1:
+        return dict(records[0])
+    average: dict[str, Any] = {}
+    for key in dict.fromkeys(key for record in records for key in record):
+        values = [record[key] for record in records if record.get(key) is not None]
+        if any(isinstance(value, Mapping) for value in values):
+            average[key] = mean_records([value for value in values if isinstance(value, Mapping)])
+        elif values:
+            average[key] = sum(values[1:], start=values[0]) / len(values)
+    return average
 
 
 def as_floats(values: Sequence[Any]) -> list[float]:
@@ -104,6 +156,15 @@ def mean_over_ranks(record: dict[str, Any]) -> dict[str, Any]:
     records: list[Any] = [None] * world_size()
     dist.all_gather_object(records, record)
     return key_average(records)
+
+
+def max_over_ranks(value: float) -> float:
+    """The largest value of all ranks, which must all call this."""
+    if world_size() == 1:
+        return value
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return max(values)
 
 
 def broadcast(value: Any) -> Any:

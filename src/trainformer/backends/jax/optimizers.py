@@ -67,19 +67,31 @@ def map_with_path(function: Callable[[str, Any], Any], params: Any) -> Any:
 
 
 def _adamw(
-    lr: Any, decay: Any, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, nesterov: bool = False
+    lr: Any,
+    decay: Any,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    nesterov: bool = False,
+    mu_dtype: Any = None,
 ) -> list[Any]:
-    return [optax.scale_by_adam(*betas, eps, nesterov=nesterov), decay, optax.scale_by_learning_rate(lr)]
+    scaled = optax.scale_by_adam(*betas, eps, mu_dtype=mu_dtype, nesterov=nesterov)
+    return [scaled, decay, optax.scale_by_learning_rate(lr)]
 
 
 def _adam(
-    lr: Any, decay: Any, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, nesterov: bool = False
+    lr: Any,
+    decay: Any,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    nesterov: bool = False,
+    mu_dtype: Any = None,
 ) -> list[Any]:
-    return [decay, optax.scale_by_adam(*betas, eps, nesterov=nesterov), optax.scale_by_learning_rate(lr)]
+    scaled, _, step = _adamw(lr, decay, betas, eps, nesterov, mu_dtype)
+    return [decay, scaled, step]  # weight decay is part of the gradient
 
 
-def _lion(lr: Any, decay: Any, betas: tuple[float, float] = (0.9, 0.99)) -> list[Any]:
-    return [optax.scale_by_lion(*betas), decay, optax.scale_by_learning_rate(lr)]
+def _lion(lr: Any, decay: Any, betas: tuple[float, float] = (0.9, 0.99), mu_dtype: Any = None) -> list[Any]:
+    return [optax.scale_by_lion(*betas, mu_dtype=mu_dtype), decay, optax.scale_by_learning_rate(lr)]
 
 
 def _sgd(lr: Any, decay: Any, momentum: float = 0.9, nesterov: bool = False) -> list[Any]:
@@ -206,7 +218,9 @@ def _check_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_option(name: str, option: str, value: Any) -> None:
-    if option in ("nesterov", "scale_parameter"):
+    if option == "mu_dtype":
+        fits, words = value is None or jnp.issubdtype(jnp.dtype(value), jnp.floating), "a floating-point dtype or None"
+    elif option in ("nesterov", "scale_parameter"):
         fits, words = isinstance(value, bool), "True or False"
     elif option == "betas":
         pair = isinstance(value, (tuple, list)) and len(value) == 2

@@ -95,6 +95,7 @@ class TorchBackend:
         self.strategy.reference = self._reference or 1.0
         self._shared_step = self.strategy.train_step()
         self._request_flag = RequestFlag(self.device)
+        self.before_clipping: Callable[[], None] | None = None  # sees complete gradients that are not clipped yet
         self.has_request: Callable[[], bool] = lambda: False  # whether this rank has a request for all ranks
         self._reduces_rows = reduces_rows
         # Fused optimizers skip an update themselves if `found_inf` is 1; for others the host has to check.
@@ -257,7 +258,7 @@ class TorchBackend:
             return True
         if scaler is not None:
             scaler.unscale_(self.optimizer)
-            for found in scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"].values():
+            for found in self._found_inf():
                 self.strategy.sync_found_inf(found)
         grads = [p.grad for p in self.parameters if p.grad is not None]
         if not grads:
@@ -272,17 +273,41 @@ class TorchBackend:
             factor, losses = self._receive_stats()
         if factor is not None:
             norm = norm * factor
+        if self.before_clipping is not None and not self.guard.retries:
+            grads, norm, factor = self._call_before_clipping(grads, norm, factor)
         self.guard.inspect(norm if scaler is None else norm.new_zeros(()), losses)
+        if self.guard.retries and self.guard.must_repeat():
+            self.drop_step()
+            return False
+        if self.before_clipping is not None and self.guard.retries:
+            grads, norm, factor = self._call_before_clipping(grads, norm, factor)
+            self.guard.inspect(norm if scaler is None else norm.new_zeros(()), [])
+            self.guard.require_finite("on_before_optimizer_step")
         if self.settings.gradient_clip:
             coefficient = torch.clamp(self.settings.gradient_clip / (norm + 1e-6), max=1.0)  # torch's formula
             factor = coefficient if factor is None else coefficient * factor
         if factor is not None:
             gradients.scale(grads, factor, self._uniform)
         self.grad_norm = norm
-        if self.guard.retries and self.guard.must_repeat():
-            self.drop_step()
-            return False
         return True
+
+    def _call_before_clipping(self, grads: list[Tensor], norm: Tensor, factor: Any) -> tuple[list[Tensor], Tensor, Any]:
+        """Call the hook with complete gradients, which it may change. A scaler skips what it makes infinite."""
+        assert self.before_clipping is not None
+        if factor is not None:
+            gradients.scale(grads, factor, self._uniform)
+        self.before_clipping()
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        changed = self.strategy.total_norm(grads, self._uniform)
+        for flag in self._found_inf():
+            flag.masked_fill_((norm.isfinite() & ~changed.isfinite()).to(flag.device), 1.0)
+        return grads, changed, None
+
+    def _found_inf(self) -> list[Tensor]:
+        """The scaler's flags of infinite gradients, one per device; without a scaler there are none."""
+        scaler = self.precision.scaler
+        found = {} if scaler is None else scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
+        return list(found.values())
 
     def _receive_stats(self) -> tuple[Tensor | float | None, list[Tensor]]:
         """The factor to scale gradients by, and the loss over all ranks."""
@@ -328,8 +353,7 @@ class TorchBackend:
     def _scaled_update(self, scaler: torch.amp.GradScaler) -> None:
         # Overflows of scaled gradients are normal in fp16: the scaler skips the step and lowers the scale. A
         # non-finite loss is an error; the scaler is made to skip that step as well.
-        found = scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
-        for flag in found.values():
+        for flag in self._found_inf():
             if not self.guard.on_host:
                 torch.maximum(flag, self.guard.flag.to(flag.device), out=flag)
             elif self.guard.forbids():

@@ -75,6 +75,11 @@ class NonFiniteGuard:
         attempts, self._attempts = self._attempts, 0
         raise NonFiniteError(f"Loss or gradients were not finite in {attempts} attempts at the same step. {_ADVICE}")
 
+    def require_finite(self, who: str) -> None:
+        """Raise if what was inspected last is not finite, after `who` changed it. Syncs with an accelerator."""
+        if self.forbids():
+            raise NonFiniteError(f"Gradients were finite, but not after {who} had changed them. {_ADVICE}")
+
     def reset(self) -> None:
         """Reset flags and counters."""
         self.flag.zero_()

@@ -31,25 +31,41 @@ class BaseHook:
     def on_before_step(self, trainer: Any) -> None:
         """Before each step."""
 
+    def on_before_optimizer_step(self, trainer: Any) -> None:
+        """Before each optimizer step: gradients are complete and unscaled, and (in a mini trainer) not clipped yet."""
+
     def on_after_step(self, trainer: Any) -> None:
         """After each step; `trainer.step_info` holds its results."""
 
-    def on_log(self, trainer: Any, records: dict[str, Any], dry_run: bool) -> None:
+    def on_log(self, trainer: Any, records: dict[str, Any], dry_run: bool = False) -> None:
         """When the trainer logs metrics. With `dry_run`, write nothing."""
 
-    def on_log_images(self, trainer: Any, records: dict[str, Any], dry_run: bool) -> None:
+    def on_log_images(self, trainer: Any, records: dict[str, Any], dry_run: bool = False) -> None:
         """When the trainer logs images. With `dry_run`, write nothing."""
 
     def on_state_dict(self, trainer: Any, state_dict: dict[str, Any]) -> None:
-        """When a checkpoint is saved: add the state of this hook to `state_dict`, which no other hook shares."""
+        """When a checkpoint is saved: add the state of this hook to `state_dict`."""
 
     def on_load_state_dict(self, trainer: Any, state_dict: dict[str, Any]) -> None:
-        """When a checkpoint is loaded: restore what `on_state_dict` added."""
+        """When a checkpoint is loaded: restore what this hook added in `on_state_dict`."""
+
+
+class StepLosses(list[Any]):
+    """The losses of a step's micro-batches. As a number, their mean.
+
+    >>> losses = StepLosses([1.0, 2.0])
+    >>> losses[0], float(losses)
+    (1.0, 1.5)
+    """
+
+    def __float__(self) -> float:
+        return sum(map(float, self)) / len(self) if self else float("nan")
 
 
 _METHODS = {
     Event.TRAIN_BEGIN: "on_before_train",
     Event.STEP_BEGIN: "on_before_step",
+    Event.BEFORE_OPTIMIZER_STEP: "on_before_optimizer_step",
     Event.STEP_END: "on_after_step",
     Event.TRAIN_END: "on_after_train",
 }
@@ -65,7 +81,7 @@ class HookCallback(CallbackAdapter):
         # Stateless hooks get no state_dict, so that loading a checkpoint without their state does not warn.
         if overrides(hook, "on_state_dict") or overrides(hook, "on_load_state_dict"):
             self.state_dict = self._state_dict
-            self.load_state_dict = lambda state: hook.on_load_state_dict(self._trainer, state)
+            self.load_state_dict = self._load_state_dict
 
     def attach(self, trainer: Any) -> None:
         self._trainer = self._hook_trainer(trainer)
@@ -76,10 +92,11 @@ class HookCallback(CallbackAdapter):
         for event, name in _METHODS.items():
             if overrides(self.wrapped, name):
                 handlers[event] = partial(_call, event, getattr(self.wrapped, name), view)
-        # A torch LR scheduler has already advanced when the step ends, so the learning rates are recorded before it.
-        has_torch_scheduler = isinstance(view, TrainerView) and hasattr(view.native.active_scheduler, "scheduler")
-        if has_torch_scheduler and Event.STEP_END in handlers:
-            handlers[Event.BEFORE_OPTIMIZER_STEP] = lambda step: view.record_lrs()
+        if not isinstance(view, TrainerView):  # the run of a mini trainer calls it, before it clips gradients
+            handlers.pop(Event.BEFORE_OPTIMIZER_STEP, None)
+        elif hasattr(view.native.active_scheduler, "scheduler") and Event.STEP_END in handlers:
+            # A torch scheduler has already advanced when the step ends, so the learning rates are recorded before it.
+            handlers[Event.BEFORE_OPTIMIZER_STEP] = view.recording_lrs(handlers.get(Event.BEFORE_OPTIMIZER_STEP))
         return handlers
 
     def _hook_trainer(self, trainer: Any) -> Any:
@@ -92,9 +109,18 @@ class HookCallback(CallbackAdapter):
         return self._shared["mini"]
 
     def _state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {}
+        """What the hook adds to the state, or replaces in it."""
+        around = self._state_around()
+        state = dict(around)
         self.wrapped.on_state_dict(self._trainer, state)
-        return state
+        return {key: value for key, value in state.items() if key not in around or value is not around[key]}
+
+    def _load_state_dict(self, own: dict[str, Any]) -> None:
+        self.wrapped.on_load_state_dict(self._trainer, {**self._state_around(), **own})
+
+    def _state_around(self) -> dict[str, Any]:
+        """The rest of the state, which hooks of a mini trainer may read as well."""
+        return getattr(self._trainer, "state_in_transfer", None) or {}
 
 
 class TrainerView:
@@ -131,21 +157,27 @@ class TrainerView:
     def log(self, records: dict[str, Any], dry_run: bool = False) -> None:
         """Pass metrics to the hooks."""
         for hook in self.hooks:
-            hook.on_log(self, records, dry_run or not self.native.is_main)
+            hook.on_log(self, records, dry_run=dry_run or not self.native.is_main)
 
     def log_images(self, records: dict[str, Any], dry_run: bool = False) -> None:
         """Pass images to the hooks."""
         for hook in self.hooks:
-            hook.on_log_images(self, records, dry_run or not self.native.is_main)
+            hook.on_log_images(self, records, dry_run=dry_run or not self.native.is_main)
 
-    def record_lrs(self) -> None:
-        """Remember the learning rates of the optimizer step that follows."""
-        self._lrs = self.native.active_scheduler.get_last_lr()
+    def recording_lrs(self, handler: Callable[..., None] | None) -> Callable[..., None]:
+        """A handler that first remembers the learning rates of the optimizer step that follows."""
+
+        def record(step: int) -> None:
+            self._lrs = self.native.active_scheduler.get_last_lr()
+            if handler is not None:
+                handler(step)
+
+        return record
 
     def update(self, event: Event, args: tuple[Any, ...]) -> None:
         """Update `step` and `step_info` before hooks receive an event."""
         if event is not Event.STEP_END:
-            self._in_step = event is Event.STEP_BEGIN
+            self._in_step = event in (Event.STEP_BEGIN, Event.BEFORE_OPTIMIZER_STEP)
             if event is Event.TRAIN_BEGIN:
                 self._ended = time.perf_counter()
         elif self._last_step != self.native.state.step:
@@ -155,8 +187,8 @@ class TrainerView:
             # A torch scheduler has advanced to the next step by now; ours set the learning rates before a step.
             lrs = self._lrs if hasattr(scheduler, "scheduler") else scheduler.get_last_lr()
             self.step_info = {
-                "loss": args[1],
-                "records": {},
+                "loss": StepLosses([args[1]]),
+                "records": [],
                 "grad_norm": self.native.grad_norm,
                 **{f"lr_{i}": lr for i, lr in enumerate(lrs)},
                 "step_time": now - self._ended,

@@ -14,7 +14,7 @@ from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.dataset import normalize_index
 from trainformer.data.labels import is_stream
 from trainformer.data.text.chat import common_prefix
-from trainformer.data.text.encode import Encoded, Encoder, EncodingReport, ErrorContext
+from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, EncodingReport, ErrorContext
 from trainformer.data.text.packing import PackedDataset
 from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.sources import load_text
@@ -91,7 +91,25 @@ class Pairs(StoreView):
 
 
 class PairEncoder(Encoder):
-    """Encodes two sequences per record: the prompt with the chosen, and with the rejected answer."""
+    """Encodes two sequences per record: the prompt with the chosen, and with the rejected answer.
+
+    `limits` are the maximum numbers of tokens of a prompt, which loses its beginning, and of an answer, which loses its
+    end.
+    """
+
+    def __init__(self, tokenizer: Any, *, limits: tuple[int | None, int | None] = (None, None), **options: Any) -> None:
+        super().__init__(tokenizer, **options)
+        self.limits = limits
+
+    def _fit(self, whole: Encoded, schema: str, report: EncodingReport) -> list[Encoded]:
+        trained = whole.labels != IGNORE_INDEX
+        begin, (prompt, completion) = int(trained.argmax()) if trained.any() else 0, self.limits
+        first = 0 if prompt is None else max(0, begin - prompt)
+        last = len(trained) if completion is None else min(len(trained), begin + completion)
+        fitted = super()._fit(Encoded(whole.input_ids[first:last], whole.labels[first:last]), schema, report)
+        if fitted and not report.truncated and last - first < len(trained):
+            report.add_outcome("a prompt or an answer longer than its limit", "truncated")
+        return fitted
 
     def _pieces_of(self, records: Sequence[Any], report: EncodingReport, context: ErrorContext) -> list[list[Encoded]]:
         """A pair is dropped if either answer is dropped, or if both are equal."""
@@ -125,7 +143,8 @@ class PairEncoder(Encoder):
         return pieces
 
     def fingerprint(self) -> str:
-        return f"pairs-{super().fingerprint()}"
+        limits = "" if self.limits == (None, None) else f"{self.limits[0]}-{self.limits[1]}-"
+        return f"pairs-{limits}{super().fingerprint()}"
 
 
 def answers(record: Mapping[str, Any]) -> list[dict[str, Any]]:
