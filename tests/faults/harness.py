@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from victim import SAMPLES
 
-from file_operations import BLOCKED, PHASE, is_draft, last_phase
+from file_operations import BLOCKED, PHASE, is_draft, last_phase, phase_file
 from forking import SERVER
 from trainformer.checkpointing import CheckpointStore
 from trainformer.checkpointing.store import checkpoints_folder
@@ -36,8 +36,8 @@ _TIMEOUT = 280  # below that of the tests, for a better message
 def launch(case, folder: Path):
     """Start a process that trains in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob(f"{PHASE}*"):
-        path.unlink()
+    for path in [*folder.glob(f"{PHASE}*"), folder / BLOCKED]:
+        path.unlink(missing_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     process = SERVER.Process(target=case.start, args=(str(folder),))
     process.start()
@@ -106,7 +106,9 @@ def drafts(folder: Path, kind: str = "writing") -> list[str]:
 
 def phase_of_kill(folder: Path, before: Collection[str] = (), rank: int = 0) -> tuple[str, int]:
     """What a process was doing when it was killed, and in which step; `before`: partial checkpoints of earlier ones."""
-    phase, step = last_phase(folder, f"{PHASE}-{rank}" if rank else PHASE)
+    phase, step = last_phase(folder, phase_file(rank))
+    if (folder / BLOCKED).exists():  # the other ranks may have deleted the partial checkpoint since then
+        return "save", step
     if phase == "start-up":
         return ("resume" if has_checkpoint(folder) else phase), step
     if phase in ("step", "evaluation"):
@@ -154,10 +156,8 @@ def kill_in_save(case, folder: Path, save: int = 1, sync: int = 1, seconds: floa
     The process blocks there until it is killed. An asynchronous save blocks in its thread: training continues for some
     `seconds` before the kill.
     """
-    marker = folder / BLOCKED
-    marker.unlink(missing_ok=True)
     process = launch(replace(case, block_in_save=(save, sync)), folder)
-    if wait_for(marker.exists, process):
+    if wait_for((folder / BLOCKED).exists, process):
         time.sleep(seconds)
         assert drafts(folder), "a process that blocks in a save has a partial checkpoint"
     return _kill(case, process, folder)
