@@ -222,6 +222,8 @@ def kill_run(case, folder: Path, rng: random.Random, most: int, events: dict[str
             return
         yield Kill(way, *phase_of_kill(folder, before, getattr(case, "victim", 0)))
         if any(json.loads(path.read_text())["status"] == "finished" for path in folder.glob("runs/*/status.json")):
+            for lock in folder.glob("runs/*/.lock"):
+                lock.unlink()  # held to the very end
             return  # killed after its end; an unnamed run would begin again
     complete(case, folder)
 
