@@ -169,3 +169,13 @@ def test_a_closed_pipe_is_no_error(words):
 @pytest.mark.parametrize(("seconds", "text"), [(89, "89 s"), (3540, "59 min"), (172_000, "47 h 47 min"), (None, "?")])
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+def test_no_character_ends_a_command(tmp_path):
+    """Lone surrogates are in no encoding, and most characters are not in ASCII."""
+    Path("c.json").write_text('{"a": "\\ud800 \u00e9"}', encoding="utf-8")
+    code = "import sys; from trainformer.cli import main; sys.exit(main())"
+    command = [sys.executable, "-P", "-c", code, "config", "show", "c.json"]
+    found = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert found.returncode == 0, found.stderr
+    assert "\\xe9" in found.stdout.lower()

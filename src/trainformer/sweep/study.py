@@ -173,12 +173,17 @@ class SweepStudy:
 
     # -- starting trials -------------------------------------------------------------------------------------
 
-    def next_job(self, n_trials: int) -> Job | None:
-        """The next trial to run; None if all are done or running."""
+    def next_job(self, n_trials: int, is_isolated: bool = False) -> Job | None:
+        """The next trial to run; None if all are done or running.
+
+        `is_isolated`: it runs in another process, so it is not to blame if this one dies.
+        """
         with self._lock():
             trial = self._ask(n_trials)
         if trial is None:
             return None
+        if trial.user_attrs.get("is_isolated") != is_isolated:
+            trial.set_user_attr("is_isolated", is_isolated)
         number = self._number_of(trial.number)
         with quiet_optuna():
             config = suggest(trial, self._spaces)
@@ -207,7 +212,8 @@ class SweepStudy:
         for trial in self.trials():
             if trial.state is TrialState.RUNNING and is_stale(trial):
                 try:
-                    self._fail(trial, "the process of the sweep died", counts=True)
+                    counts = not trial.user_attrs.get("is_isolated", False)
+                    self._fail(trial, "the process of the sweep died", counts=counts)
                 except (optuna.exceptions.UpdateFinishedTrialError, ValueError):
                     pass  # another process has just done the same
 
