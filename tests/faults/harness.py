@@ -214,9 +214,10 @@ WAYS = "save", "operation", "time", "step", "start-up", "rename", "delete", "eva
 
 def kill_run(case, folder: Path, rng: random.Random, most: int, events: dict[str, Any], first="") -> Iterator[Kill]:
     """Kill a run up to `most` times, unless it ends before; then let it end."""
-    ways = [way for way in WAYS if way in ("save", "time") or events.get(way)]
+    ways = ["end", *(way for way in WAYS if way in ("save", "time") or events.get(way))]
+    ways = list(getattr(case, "ways", ways))
     for number in range(most):
-        way = first if first and not number else rng.choice(ways if number else ["end", *ways])
+        way = first if first and not number else rng.choice(ways[1:] if number and ways[0] == "end" else ways)
         before = [*drafts(folder), *drafts(folder, "deleting")]
         if not kill_somehow(case, folder, rng, way, events):
             return
