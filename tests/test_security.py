@@ -231,7 +231,7 @@ def test_peft_imports_no_module():
 def test_damaged_weights_of_a_backbone_or_an_adapter(name):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     Path(name).write_bytes(b"\x10" * 40)
-    with pytest.raises(DataError, match="damaged|not loaded"):
+    with pytest.raises(DataError, match=r"damaged|not loaded"):
         load_weights(model, name)
     Path("adapter").mkdir()
     Path("adapter/adapter_config.json").write_text("{}")

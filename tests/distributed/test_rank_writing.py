@@ -27,4 +27,5 @@ def test_a_failure_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path):
 @pytest.mark.slow
 def test_a_background_save_does_not_outlive_its_run(tmp_path):
     main, _ = on_ranks(ended_early, 2, tmp_path)
-    assert main["given up"] and not main["draft"]
+    assert main["given up"]
+    assert not main["draft"]
