@@ -147,7 +147,7 @@ def test_a_signal_ends_a_command_with_128_and_its_number(number, word):
     while not Path("begun").exists() and running.poll() is None:
         time.sleep(0.02)
     running.send_signal(number)
-    out, err = running.communicate(timeout=60)
+    out, err = running.communicate(timeout=300)
     assert (running.returncode, out, err) == (128 + number, "", f"{word}\n")
 
 
