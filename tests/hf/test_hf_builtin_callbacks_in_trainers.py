@@ -95,7 +95,7 @@ def test_the_callback_that_ends_a_run_is_named():
 
     trainer = run(hf, Spoil(), DivergenceDetector(), save_strategy="steps", save_steps=1)
     assert trainer.output.global_step == 2
-    assert trainer.output.metrics["stopped_by"] == "DivergenceDetector"
+    assert trainer.stopped_by == "DivergenceDetector"
     assert [path.name for path in Path("out").glob("checkpoint-*")] == [
         "checkpoint-1"
     ]  # aborted before the second save

@@ -69,21 +69,23 @@ def test_flags_in_a_returned_control_are_combined_with_those_set_in_place(tmp_pa
                 return hf.TrainerControl(should_training_stop=True)
 
     seen = recorder()
-    output = make(tmp_path, callbacks=[Both(), seen], num_train_epochs=2).train()
-    assert output.global_step == 2
+    trainer = make(tmp_path, callbacks=[Both(), seen], num_train_epochs=2)
+    assert trainer.train().global_step == 2
     assert seen.names().count("on_log") == 2  # the requested one, and the summary
-    assert output.metrics["stopped_by"] == "Both"
+    assert trainer.stopped_by == "Both"
 
 
 def test_the_callback_that_stopped_a_run_is_named(tmp_path, caplog):
     stopper = asking(transformers.TrainerCallback, "on_step_end", 3, should_training_stop=True)
     with caplog.at_level(logging.INFO, logger="trainformer"):
-        output = make(tmp_path, callbacks=[stopper]).train()
-    assert output.metrics["stopped_by"] == "Asking"
-    assert "should_training_stop in on_step_end" in output.metrics["stop_reason"]
+        trainer = make(tmp_path, callbacks=[stopper])
+        trainer.train()
+    assert trainer.stopped_by == "Asking"
+    assert "should_training_stop in on_step_end" in trainer.stop_reason
     assert "stopped at step 3 by Asking" in caplog.text
-    whole = make(tmp_path / "whole", max_steps=2).train()
-    assert "stopped_by" not in whole.metrics
+    whole = make(tmp_path / "whole", max_steps=2)
+    whole.train()
+    assert whole.stopped_by is whole.stop_reason is None
 
 
 def test_a_stopped_run_can_be_trained_again(tmp_path):
@@ -98,9 +100,9 @@ def test_abort_saves_no_further_checkpoint(tmp_path):
     seen = recorder()
     aborter = asking(hf.TrainerCallback, "on_step_end", 5, should_abort_without_save=True)
     options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "epoch", "evaluation": examples(8, seed=1)}
-    output = make(tmp_path, callbacks=[aborter, seen], **options).train()
-    assert output.global_step == 5
-    assert output.metrics["stopped_by"] == "Asking"
+    trainer = make(tmp_path, callbacks=[aborter, seen], **options)
+    assert trainer.train().global_step == 5
+    assert trainer.stopped_by == "Asking"
     assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
     assert "on_evaluate" not in seen.names()
     assert seen.names()[-2:] == ["on_log", "on_train_end"]
@@ -137,7 +139,8 @@ def test_early_stopping_callback_of_transformers_stops_at_the_same_step(tmp_path
     assert ours[2].early_stopping_patience_counter == 3
     assert ours[0].state.best_metric == pytest.approx(theirs[0].state.best_metric, rel=1e-5)
     assert ours[0].state.best_global_step == theirs[0].state.best_global_step
-    assert ours[1].metrics["stopped_by"] == "EarlyStoppingCallback"
+    assert ours[0].stopped_by == "EarlyStoppingCallback"
+    assert ours[1].metrics.keys() == theirs[1].metrics.keys()
     best = theirs[0].state.best_model_checkpoint.rpartition("/")[2]
     assert ours[0].state.best_model_checkpoint.endswith(best)
     for name, p in parameters(theirs[0].model).items():  # the best, not the last

@@ -109,9 +109,9 @@ def test_abort_wins_over_stop(tmp_path, caplog):
     assert trainer._stop_requested_by == ("Both", "on_step_end", "abort")
     assert "Both asked to abort in on_step_end" in caplog.text
     trainer = make(tmp_path / "ours", max_steps=4, save_strategy="steps", save_steps=1, callbacks=[Both()])
-    output = trainer.train()
-    assert output.metrics["stop_reason"] == "it set should_abort_without_save in on_step_end"
-    assert output.metrics["stopped_by"] == "Both"
+    trainer.train()
+    assert trainer.stop_reason == "it set should_abort_without_save in on_step_end"
+    assert trainer.stopped_by == "Both"
     assert not [*Path(tmp_path / "ours").glob("checkpoint-*")]
 
 

@@ -113,23 +113,6 @@ def test_an_overridden_log_sees_the_summary_and_changes_what_callbacks_receive(t
     assert all("mine" in logs for logs in ours)
 
 
-@pytest.mark.parametrize("limit", [1, 2])
-def test_checkpoints_kept_with_the_best(tmp_path, limit):
-    """With random labels the evaluation loss rises from the start."""
-    chance = [{**e, "labels": e["labels"] * 0 + i % 2} for i, e in enumerate(examples(24, seed=5))]
-    options = {
-        "evaluation": chance, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
-        "save_total_limit": limit, "learning_rate": 5e-2, "load_best_model_at_end": True, "num_train_epochs": 3,
-    }  # fmt: skip
-    trainers = make(tmp_path / "a", **options), make_theirs(tmp_path / "b", **options)
-    kept = []
-    for trainer in trainers:
-        trainer.train()
-        kept.append(sorted(name for name in os.listdir(trainer.args.output_dir) if name.startswith("checkpoint")))
-    assert kept[0] == kept[1]
-    assert len(kept[0]) == limit
-
-
 def test_files_of_a_saved_model(tmp_path):
     peft = pytest.importorskip("peft")
     more = {"data_collator": transformers.DataCollatorWithPadding(tokenizer())}  # its tokenizer is saved

@@ -144,7 +144,16 @@ class HfRun(TorchRun):
             self.callbacks.named()[name].load_state_dict(state)
 
     def task_handlers(self) -> dict[Event, Any]:
-        return {**super().task_handlers(), Event.EPOCH_BEGIN: lambda epoch: self._draw_loader_seed()}
+        return {
+            **super().task_handlers(),
+            Event.EPOCH_BEGIN: lambda epoch: self._draw_loader_seed(),
+            Event.LOG: self._report_last_norm,
+        }
+
+    def _report_last_norm(self, metrics: dict[str, Any]) -> None:
+        """The gradient norm of the last step, as HF logs it; natively it is the mean since the last record."""
+        if "train/grad_norm" in metrics and self.backend.grad_norm is not None:
+            metrics["train/grad_norm"] = float(self.backend.grad_norm)
 
     def _draw_loader_seed(self) -> None:
         """Draw a number where HF's dataloader does: with the same seed, dropout masks are then those of HF."""
@@ -194,5 +203,14 @@ class LogRelay:
         try:
             front.log({**to_hf_metrics(metrics), "epoch": front.state.epoch})
             add_new_entries(metrics, front._record)
+        finally:
+            front._record = None
+
+    def on_train_end(self, trainer: Any) -> None:
+        front, summary = self._front, self._front._bridge.summary(trainer)
+        front._record = {}
+        try:
+            front.log(dict(summary))
+            summary.update(front._record)
         finally:
             front._record = None

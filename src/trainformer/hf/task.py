@@ -95,13 +95,15 @@ class ModelTask(TaskBase):
         """Count operations. They are proportional to the size of the main input: the model is asked only once."""
         name = getattr(inner_model(self.model), "main_input_name", "input_ids")
         main = inputs.get(name) if isinstance(inputs, Mapping) else None
-        if not isinstance(main, Tensor) or not main.numel():
-            return
-        if self._flos_per_input is None or self._counts_by_user:
-            run = self.front._run
-            ranks = 1 if run is None else run.process_group.dp_world_size
-            self._flos_per_input = ranks * self.front.floating_point_ops(inputs) / main.numel()
-        self.flos += self._flos_per_input * main.numel()
+        size = main.numel() if isinstance(main, Tensor) else 0
+        run = self.front._run
+        ranks = 1 if run is None else run.process_group.dp_world_size
+        if self._counts_by_user:
+            self.flos += ranks * self.front.floating_point_ops(inputs)
+        elif size:
+            if self._flos_per_input is None:
+                self._flos_per_input = ranks * self.front.floating_point_ops(inputs) / size
+            self.flos += self._flos_per_input * size
 
     def begin_window(self, batches: Sequence[Any]) -> None:
         """The batches of the next step, if `wants_window`: `training_step` needs to know their weight."""

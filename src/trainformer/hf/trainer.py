@@ -279,19 +279,24 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
             self.evaluate()
         began, first_step = time.perf_counter(), run.state.step
         fit(run)
-        metrics: dict[str, Any] = training_summary(self._handle, began, first_step)
+        metrics = dict(self._bridge.last_summary or training_summary(self._handle, began, first_step))
         metrics["epoch"] = self.state.epoch
-        if self._overrides("log"):
-            self._record = {}
-            self.log(metrics)
-            metrics, self._record = {**metrics, **self._record}, None
         append_record(self.state.log_history, {**metrics, "step": run.state.step})
-        control = run.control
-        if control.should_stop:
-            metrics |= {"stopped_by": control.stopped_by, "stop_reason": control.stop_reason}
         if self.args.load_best_model_at_end:
             self._load_best()
         return TrainOutput(run.state.step, metrics["train_loss"], metrics)
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The name of the callback that stopped the latest run; None if it was not stopped."""
+        control = None if self._run is None else self._run.control
+        return control.stopped_by if control is not None and control.should_stop else None
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the latest run was stopped; None if it was not."""
+        control = None if self._run is None else self._run.control
+        return control.stop_reason if control is not None and control.should_stop else None
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         """Write a checkpoint. Override it to do more; the files of `save_model` are part of it."""
@@ -351,6 +356,8 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> TrainerControl:
         """Add the epoch to metrics, send them to the loggers, add them to the log history, and dispatch `on_log`."""
         logs.setdefault("epoch", self.state.epoch)
+        if self.args.include_num_input_tokens_seen != "no":
+            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
         if self._record is not None:
             self._record.update(logs)  # an override of `log` adds to the record that the run is writing
             return self.control

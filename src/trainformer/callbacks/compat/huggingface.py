@@ -229,7 +229,9 @@ class Bridge:
         self._save_due: tuple[int, bool] = (-1, False)
         self.shows_previous_best = False
         self._began = 0.0, 0  # time and step at which the run began
+        self._tokens_before = 0
         self._ended = True
+        self.last_summary: dict[str, Any] | None = None  # of the latest run
         self._substep: tuple[int, dict[int, int]] = (-1, {})
 
     @classmethod
@@ -241,6 +243,7 @@ class Bridge:
         """Called before the first callback receives `on_train_begin`."""
         if self._ended:
             self._began, self._ended = (time.perf_counter(), trainer.state.step), False
+            self._tokens_before, self.last_summary = trainer.state.tokens, None
             self._save_due, self._substep = (-1, False), (-1, {})
         self.sync_history(trainer)
 
@@ -343,9 +346,11 @@ class Bridge:
         if known is not metrics:
             self.sync_history(trainer)
             self.refresh(trainer)
-            logs = {**to_hf_metrics(metrics), "epoch": self.state.epoch}
-            if getattr(arguments_of(trainer), "include_num_input_tokens_seen", "no") != "no":
-                logs["num_input_tokens_seen"] = trainer.state.tokens
+            logs = self._with_progress(trainer, to_hf_metrics(metrics))
+            if "num_input_tokens_seen" in logs and "loss" in logs:
+                seconds = max(time.perf_counter() - self._began[0], 1e-9)
+                speed = (trainer.state.tokens - self._tokens_before) / seconds
+                logs |= {"train_runtime": round(seconds, 4), "train_tokens_per_second": round(speed, 3)}
             self._logs = metrics, logs
             history = self.state.log_history
             if not any(name.startswith("eval_") for name in logs):
@@ -356,10 +361,17 @@ class Bridge:
         return logs
 
     def summary(self, trainer: Any) -> dict[str, float]:
-        """The metrics that are logged at the end of training."""
-        self._ended = True
-        self.refresh(trainer)
-        return {**training_summary(trainer, *self._began), "epoch": self.state.epoch}
+        """The metrics that are logged at the end of training, as one dict that all callbacks share."""
+        if self.last_summary is None:
+            self._ended = True
+            self.refresh(trainer)
+            self.last_summary = self._with_progress(trainer, training_summary(trainer, *self._began))
+        return self.last_summary
+
+    def _with_progress(self, trainer: Any, logs: dict[str, Any]) -> dict[str, Any]:
+        counts = getattr(arguments_of(trainer), "include_num_input_tokens_seen", "no") != "no"
+        seen = {"num_input_tokens_seen": trainer.state.tokens} if counts else {}
+        return {**logs, "epoch": self.state.epoch, **seen}
 
 
 def _keywords(trainer: Any) -> dict[str, Any]:
