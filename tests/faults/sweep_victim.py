@@ -38,7 +38,7 @@ class SweepCase:
         from victim import enter
 
         enter(folder)
-        os.environ["BEGAN"] = str(time.monotonic())
+        os.environ |= {"BEGAN": str(time.monotonic()), "SWEEP_FOLDER": folder}
         os.execv(sys.executable, [sys.executable, __file__, self.backend, str(self.pause)])
 
     def kill(self, process, folder):
@@ -97,7 +97,7 @@ class Noisy:
 @sweep(lr=uniform(0.001, 0.1))
 def noisy(lr):
     """Train a run of 40 steps."""
-    Path(f"worker-{current_trial().number}").write_text(str(os.getpid()))
+    Path(os.environ["SWEEP_FOLDER"], f"worker-{current_trial().number}").write_text(str(os.getpid()))
     x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
     settings = {"epochs": 5, "batch_size": 8, "save_every": 4, "num_workers": 0, "log": "none", "device": "cpu"}

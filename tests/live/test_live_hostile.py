@@ -20,8 +20,8 @@ from trainformer.live.server import MAX_BYTES, MAX_CONNECTIONS, MAX_SILENT, Cont
 
 def connected(path):
     connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)  # waits; with a timeout it would fail while the backlog is full
     connection.settimeout(300)
-    connection.connect(path)
     return connection
 
 
