@@ -155,7 +155,7 @@ def labels_of(labels: list[Any]) -> Any:
 
 
 class TrainOutput(NamedTuple):
-    """The result of `train()`. If a callback stopped the run, `metrics` has `stopped_by` and `stop_reason`."""
+    """The result of `train()`."""
 
     global_step: int
     training_loss: float
