@@ -34,7 +34,7 @@ from trainformer.checkpointing.torch_files import TorchFiles, write_component
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.distributed import TorchProcessGroup
 from trainformer.engine.state import append_record
-from trainformer.hf.arguments import BaseTrainingArguments, MinimalTrainingArguments, arguments_from
+from trainformer.hf.arguments import MinimalTrainingArguments, arguments_from
 from trainformer.hf.checkpoints import ARGUMENTS, OWN_WEIGHTS, place_adapter
 from trainformer.hf.compat import ScriptMixin
 from trainformer.hf.distributed import join, this_process
@@ -82,7 +82,7 @@ class BaseTrainer(ScriptMixin, ABC):
             raise BadArgument("Expected a model or model_init, received neither. Pass one of them.")
         if model is not None and not isinstance(model, nn.Module):
             raise BadArgument(expected("model to be a torch Module", type(model).__name__))
-        self.args: BaseTrainingArguments = arguments_from(args)
+        self.args: Any = arguments_from(args)
         self.model = model
         self.data_collator = data_collator
         self.train_dataset = train_dataset

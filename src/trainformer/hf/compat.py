@@ -19,7 +19,6 @@ from trainformer.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from trainformer.callbacks.compat.huggingface_types import TrainerState
-    from trainformer.hf.arguments import BaseTrainingArguments
 
 _STEP = "Override training_step, compute_loss, evaluation_loop or prediction_step, or use a callback."
 _FILES = "Override save_model to write additional files, or use a callback with on_save."
@@ -45,7 +44,7 @@ def check_overrides(kind: type) -> None:
 class ScriptMixin:
     """Methods and attributes that the example scripts of transformers use."""
 
-    args: BaseTrainingArguments
+    args: Any
     model: Any
     processing_class: Any
     is_world_process_zero: Any

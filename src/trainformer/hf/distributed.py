@@ -105,7 +105,8 @@ def run_first(process_group: TorchProcessGroup, is_first: bool) -> Iterator[None
 
 def strategy_spec(strategy: Any, args: BaseTrainingArguments) -> Any:
     """The strategy of a trainer class with the options in its arguments, as `make_strategy` accepts it."""
-    given = dict(args.strategy_options or {})
+    chosen: Any = args.strategy_options or {}
+    given = dict(chosen)
     if not isinstance(strategy, (str, Mapping)):  # a strategy object or an Accelerator
         if given:
             do = "Set them where you create the strategy."

@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainformer.core.errors import BadArgument, TrainformerError, expected
 from trainformer.core.optional import require
 from trainformer.utils.files import write_atomically
-
-if TYPE_CHECKING:
-    from trainformer.hf.trainer import Trainer
 
 logger = logging.getLogger("trainformer")
 
@@ -24,7 +21,7 @@ class HubMixin:
 
     hub_model_id: str | None = None
 
-    def init_hf_repo(self: Trainer, token: str | None = None) -> None:  # type: ignore[misc]
+    def init_hf_repo(self: Any, token: str | None = None) -> None:
         """Create the repository that `hub_model_id` (default: the name of `output_dir`) names."""
         if not self.is_world_process_zero:
             return
@@ -39,7 +36,7 @@ class HubMixin:
         self.hub_model_id = url.repo_id
 
     def push_to_hub(
-        self: Trainer,  # type: ignore[misc]
+        self: Any,
         commit_message: str = "End of training",
         blocking: bool = True,
         token: str | None = None,
@@ -62,7 +59,7 @@ class HubMixin:
         return self._upload(args.output_dir, commit_message, blocking, token, revision, [*_SKIPPED, "checkpoint-*"])
 
     def _upload(
-        self: Trainer,  # type: ignore[misc]
+        self: Any,
         folder: str,
         message: str,
         blocking: bool = True,
@@ -85,7 +82,7 @@ class HubMixin:
             )
         )
 
-    def _push_checkpoint(self: Trainer, path: str) -> None:  # type: ignore[misc]
+    def _push_checkpoint(self: Any, path: str) -> None:
         """After a checkpoint was written: upload what `hub_strategy` says, in the background."""
         strategy, busy = str(getattr(self.args.hub_strategy, "value", self.args.hub_strategy)), self._push_in_progress
         if not self.args.push_to_hub or strategy == "end" or not self.is_world_process_zero:
@@ -106,7 +103,7 @@ class HubMixin:
 
     _push_in_progress: Any = None
 
-    def _ask_hub(self: Trainer, request: Any) -> Any:  # type: ignore[misc]
+    def _ask_hub(self: Any, request: Any) -> Any:
         """Send a request to the hub. Without a connection or permission the error says what is left undone."""
         try:
             return request()
@@ -118,7 +115,7 @@ class HubMixin:
             ) from error
 
     def create_model_card(
-        self: Trainer,  # type: ignore[misc]
+        self: Any,
         language: str | None = None,
         license: str | None = None,
         tags: Any = None,

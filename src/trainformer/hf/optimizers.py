@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,8 +53,8 @@ class OptimizerMixin:
     optimizer: Any
     lr_scheduler: Any
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
-    make_model: Callable[[], nn.Module]
-    _overrides: Callable[[str], bool]
+    make_model: Any
+    _overrides: Any
     _given_optimizer: Any
     _given_scheduler: Any
 

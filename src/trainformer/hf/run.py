@@ -49,8 +49,9 @@ class HfRun(TorchRun):
     def __init__(self, owner: HfHandle, task: Any, settings: RunSettings, **options: Any) -> None:
         super().__init__(owner, task, settings, **options)
         by_user = owner.front._overrides("save_model", "_save")
-        self.files = HfFiles(task.model, getattr(self.files, "on_device", False), by_user)
+        self.files = HfFiles(task.model, getattr(self.parts.files, "on_device", False), by_user)
         self._saves_model_only = False
+        self.backend.feeder.counts_padding = owner.front.args.include_num_input_tokens_seen == "all"
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate with `evaluate` of the trainer, unless there is no data or `eval_delay` has not passed."""

@@ -7,14 +7,11 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from trainformer.callbacks.compat.huggingface_types import TrainerCallback
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
-
-if TYPE_CHECKING:
-    from trainformer.hf.trainer import Trainer
 
 logger = logging.getLogger("trainformer")
 
@@ -57,7 +54,7 @@ class SearchMixin:
     """The search for hyperparameters of a `Trainer`."""
 
     def hyperparameter_search(
-        self: Trainer,  # type: ignore[misc]
+        self: Any,
         hp_space: Callable[[Any], dict[str, Any]] | None = None,
         compute_objective: Callable[[dict[str, float]], Any] | None = None,
         n_trials: int = 20,
@@ -101,7 +98,7 @@ class SearchMixin:
 
 
 def _run_trial(
-    trainer: Trainer, trial: Any, hp_space: Any, objective: Any, hp_name: Any, before: Any
+    trainer: Any, trial: Any, hp_space: Any, objective: Any, hp_name: Any, before: Any
 ) -> float | list[float]:
     args = trainer.args
     for name, value in hp_space(trial).items():
