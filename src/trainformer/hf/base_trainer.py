@@ -35,7 +35,7 @@ from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.distributed import TorchProcessGroup
 from trainformer.engine.state import append_record
 from trainformer.hf.arguments import MinimalTrainingArguments, arguments_from
-from trainformer.hf.checkpoints import ARGUMENTS, place_adapter
+from trainformer.hf.checkpoints import ARGUMENTS, OWN_WEIGHTS, place_adapter
 from trainformer.hf.compat import ScriptMixin
 from trainformer.hf.distributed import join, this_process
 from trainformer.hf.run import LogRelay
@@ -328,6 +328,9 @@ class BaseTrainer(ScriptMixin, ABC):
             else:
                 path.rename(folder / path.name)
         shutil.rmtree(own)
+        weights = folder / OWN_WEIGHTS
+        if weights.exists() and not any(folder.glob("*model*.safetensors")):
+            link_or_copy(weights, folder / "model.safetensors")  # an override that leaves the weights to us
         return sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
 
     def _weights(self) -> dict[str, Any]:
@@ -409,6 +412,14 @@ class BaseTrainer(ScriptMixin, ABC):
         """Restore what `state_dict` returned."""
         for name, value in state_dict.items():
             setattr(self.state, name, list(value) if name == "log_history" else value)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A hard link to a file, or a copy where there are no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 class CallableBool(int):

@@ -48,7 +48,8 @@ class HfRun(TorchRun):
 
     def __init__(self, owner: HfHandle, task: Any, settings: RunSettings, **options: Any) -> None:
         super().__init__(owner, task, settings, **options)
-        self.files = HfFiles(task.model, getattr(self.parts.files, "on_device", False))
+        by_user = owner.front._overrides("save_model", "_save")
+        self.files = HfFiles(task.model, getattr(self.parts.files, "on_device", False), by_user)
         self._saves_model_only = False
         self.backend.feeder.counts_padding = owner.front.args.include_num_input_tokens_seen == "all"
 
@@ -111,8 +112,16 @@ class HfRun(TorchRun):
 
     def load(self, path: Path, only: Collection[str] | None = None) -> None:
         """Load a checkpoint of ours or of transformers."""
+        front = self.owner.front
         states = read_checkpoint_states(path, self)
-        if states is None:
+        if only is None and front._overrides("_load_from_checkpoint"):
+            front._load_from_checkpoint(str(path))
+            only_rest = [component.key for component in self.components() if component.key != "model"]
+            if states is None:
+                super().load(path, only_rest)
+            else:
+                self.load_states([c for c in self.components() if c.key in states], states, path, only_rest)
+        elif states is None:
             super().load(path, only)
         else:
             self.load_states([c for c in self.components() if c.key in states], states, path, only)
@@ -173,9 +182,6 @@ class LogRelay:
 
     def __init__(self, front: Trainer) -> None:
         self._front = front
-
-    def on_validation_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
-        self.on_log(trainer, metrics)
 
     def on_log(self, trainer: Any, metrics: dict[str, Any]) -> None:
         front = self._front
