@@ -129,8 +129,8 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
             raise BadArgument(expected("no optimizers with model_init, which makes a new model", "both", do))
         if model is None:
             self._init_model()
-        self._inspect_model()
         prepare_model(self.make_model(), self.args)
+        self._inspect_model()
         set_log_level(self.args)
         for callback in callbacks_of(self.args):
             self.add_callback(callback)
