@@ -111,7 +111,7 @@ class EvaluatingTrainer(SteppingTrainer):
             ignore_keys,
             concat=self.args.eval_do_concat_batches,
             keeps=by_batch is None or description == "Prediction",
-            on_batch=by_batch and by_batch.add,
+            on_batch=None if by_batch is None else by_batch.add,
         )
         limit = self.args.max_eval_steps if self.args.max_eval_steps > 0 else None
         with self._process_settings():

@@ -66,8 +66,10 @@ class HfRun(TorchRun):
             found = front._evaluate(None, front._ignore_keys_for_eval) or {}
         finally:
             front._called_by_run = False
-        numbers = {name: value for name, value in found.items() if isinstance(value, Real) and name != "epoch"}
-        self._last_metrics = metrics = {from_hf_name(name): value for name, value in numbers.items()}
+        metrics: dict[str, Any] = {
+            from_hf_name(name): value for name, value in found.items() if isinstance(value, Real) and name != "epoch"
+        }
+        self._last_metrics = metrics
         self.backend.schedule.observe(metrics.get(self.settings.monitor_metric))
         for callback in self.callbacks:
             if hasattr(callback, "compute_metrics"):
