@@ -207,6 +207,15 @@ def test_neftune_adds_noise_to_the_embeddings_while_training(tmp_path):
     assert losses[None][1] != losses[100.0][1]
 
 
+def test_label_smoothing_is_switched_off_for_several_labels(tmp_path):
+    model = bert()
+    model.config.problem_type = "multi_label_classification"
+    with pytest.warns(UserWarning, match="not compatible with multi-label"):
+        mine = trainer(tmp_path, model, label_smoothing_factor=0.1)
+    assert mine.args.label_smoothing_factor == 0.0
+    assert mine.label_smoother is None
+
+
 def test_memory_metrics(tmp_path):
     assert "train_mem_cpu_alloc_delta" in trainer(tmp_path, skip_memory_metrics=False).train().metrics
     assert "train_mem_cpu_alloc_delta" not in trainer(tmp_path).train().metrics

@@ -20,7 +20,7 @@ def accelerator_arguments(args: Any) -> dict[str, Any]:
         "cpu": bool(args.use_cpu) or str(getattr(args, "device", "")) == "cpu",
         "kwargs_handlers": [accelerate.DistributedDataParallelKwargs(**ddp)],
     }
-    config = getattr(args, "accelerator_config", None)
+    config: Any = getattr(args, "accelerator_config", None)
     values = config.to_dict() if hasattr(config, "to_dict") else dict(config or {})
     if "dispatch_batches" not in values and getattr(args, "dispatch_batches", False):
         values["dispatch_batches"] = True

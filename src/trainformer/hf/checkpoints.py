@@ -36,6 +36,7 @@ logger = logging.getLogger("trainformer")
 
 STATE, ARGUMENTS, SCALER = "trainer_state.json", "training_args.bin", "scaler.pt"
 _INDEX = "model.safetensors.index.json"
+OWN_WEIGHTS = "run_weights.safetensors"  # the weights of a run whose trainer overrides `save_model` or `_save`
 _WEIGHTS = ("model.safetensors", _INDEX, "adapter_model.safetensors", "pytorch_model.bin")
 # How an optimizer computes, which is not part of its state.
 _IMPLEMENTATION = ("fused", "foreach", "capturable")
@@ -44,9 +45,10 @@ _IMPLEMENTATION = ("fused", "foreach", "capturable")
 class HfFiles(TorchFiles):
     """Files under the names that transformers and peft read."""
 
-    def __init__(self, model: nn.Module, on_device: bool = False) -> None:
+    def __init__(self, model: nn.Module, on_device: bool = False, is_saved_by_user: bool = False) -> None:
         super().__init__(on_device)
         self._model = model
+        self._is_saved_by_user = is_saved_by_user  # whether `model.safetensors` is for the user to write
 
     def write(self, folder: Path, component: StateComponent, state: Any, process_group: Any) -> list[str]:
         names = super().write(folder, component, state, process_group)
@@ -56,6 +58,8 @@ class HfFiles(TorchFiles):
         if component.key == "rng" and process_group.is_single_process:
             torch.save({**state, "cpu": state["torch"]}, folder / names[0])
             renamed[names[0]] = "rng_state.pth"
+        if component.key == "model" and self._is_saved_by_user:
+            renamed["model.safetensors"] = OWN_WEIGHTS
         for name in names:
             if name in renamed:
                 (folder / name).rename(folder / renamed[name])

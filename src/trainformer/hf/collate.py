@@ -22,7 +22,7 @@ def collator_for(given: Callable[[list[Any]], Any] | None, processing_class: Any
     except ImportError:
         return default_collate
     if isinstance(processing_class, (PreTrainedTokenizerBase, SequenceFeatureExtractor)):
-        return DataCollatorWithPadding(processing_class)
+        return DataCollatorWithPadding(processing_class)  # type: ignore[arg-type]
     return stack_examples
 
 

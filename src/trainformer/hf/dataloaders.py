@@ -225,5 +225,5 @@ def labels_of_model(model: nn.Module) -> list[str]:
     inner = inner_model(model)
     names = list(inspect.signature(inner.forward).parameters)
     labels = [name for name in names if "label" in name]
-    positions = [name for name in ("start_positions", "end_positions") if name in names]
+    positions: list[str] = [name for name in ("start_positions", "end_positions") if name in names]
     return [*labels, *positions] if "QuestionAnswering" in type(inner).__name__ else labels or positions

@@ -209,7 +209,7 @@ def align_special_tokens(model: nn.Module, processing_class: Any) -> None:
     A generation config may have several eos tokens: that of the tokenizer becomes the first.
     """
     tokenizer = getattr(processing_class, "tokenizer", processing_class)  # a processor has one
-    config = getattr(inner_model(model), "config", None)
+    config: Any = getattr(inner_model(model), "config", None)
     if not hasattr(tokenizer, "eos_token_id") or not hasattr(config, "get_text_config"):
         return
     generation = getattr(inner_model(model), "generation_config", None)

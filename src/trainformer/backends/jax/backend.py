@@ -83,6 +83,9 @@ class JaxBackend:
 
     # -- the step ------------------------------------------------------------------------------------------
 
+    def begin_window(self, batches: Sequence[Any]) -> None:
+        """Not called: a batch holds a whole step."""
+
     def begin_training(self) -> None:
         """Nothing to do: a pure function has no training mode."""
 
