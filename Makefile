@@ -13,6 +13,9 @@ JOBS ?= 3
 export PYTHONHASHSEED ?= 0
 unit quick-tests: export OMP_NUM_THREADS = 1
 
+# Tests start hundreds of Python processes. Without bytecode each of them would compile torch again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo demo-lm quick quick-tests test lint unit bench format clean help
 
 help:

@@ -1,6 +1,7 @@
 """What all tests and doctests share: no network, one thread, slow tests last, a clean folder for each."""
 
 import os
+import signal
 import sys
 import tempfile
 
@@ -22,6 +23,10 @@ os.environ["XLA_FLAGS"] = " ".join(
 ).strip()
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "trainformer-jax-cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+
+# A shell starts jobs in the background with SIGINT ignored, and so do all processes that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import pytest

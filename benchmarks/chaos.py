@@ -45,6 +45,7 @@ from harness import complete, events_of, kill_group, kill_run
 from jax_victim import JaxCase
 from mini_victim import Case as MiniCase
 from other_victims import FSDP, HF, PackedLoRA
+from sweep_victim import SweepCase
 from test_kills import CASES as NATIVE
 
 from file_operations import PHASES
@@ -62,9 +63,11 @@ CASES: dict[str, Any] = {
     "FSDP, both ranks killed": FSDP(),
     "FSDP, rank 0 killed": FSDP(alone=True),
     "FSDP, rank 1 killed": FSDP(alone=True, victim=1, save_async=True),
+    "sweep, in workers": SweepCase("local"),
+    "sweep on Ray": SweepCase("ray"),
 }
 PER_TURN = 10  # kills of one run
-SLOW = ("jax", "FSDP")  # these have a third of the turns
+SLOW = ("jax", "FSDP", "sweep")  # these have a third of the turns
 
 console = Console()
 if not console.is_terminal:

@@ -751,10 +751,10 @@ def logged_warnings() -> Any:
 
 def cli(*words: str) -> None:
     """Run a command of `trainformer`; an error that is not ours is raised."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")) as out, contextlib.redirect_stderr(out):
         code = main([*words, "--debug"])
-    out.getvalue().encode("utf-8", "surrogateescape")
-    assert code in (0, 1), out.getvalue()
+        out.flush()
+    assert code in (0, 1), out.buffer.getvalue()
 
 
 READERS: dict[str, Reader] = {

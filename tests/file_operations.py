@@ -77,6 +77,11 @@ def mark(phase, step=None):
         Watch.current.mark(phase, step)
 
 
+def phase_file(rank):
+    """The name of the file that says what a rank does."""
+    return f"{PHASE}-{rank}" if rank else PHASE
+
+
 def last_phase(folder, name=PHASE):
     """What a process did last, and in which step; a process that did not get so far was starting."""
     text = Path(folder, name).read_text() if Path(folder, name).exists() else ""

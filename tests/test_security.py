@@ -22,7 +22,7 @@ from trainformer.core.errors import BadArgument, DataError
 from trainformer.data import load_images, load_text
 from trainformer.data.folder import decode_image
 from trainformer.data.text.store import TokenStore
-from trainformer.models.backbones import build_backbone
+from trainformer.models.backbones import build_backbone, load_weights
 from trainformer.models.language import load_model, load_tokenizer
 from trainformer.utils.tensor_files import read_tensors
 from trainformer.utils.tree_files import read_tree, write_tree
@@ -225,6 +225,19 @@ def test_peft_imports_no_module():
     with pytest.raises(DataError, match="megatron_config"):
         load_adapter(model, "adapter")
     assert "antigravity" not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt"])
+def test_damaged_weights_of_a_backbone_or_an_adapter(name):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    Path(name).write_bytes(b"\x10" * 40)
+    with pytest.raises(DataError, match=r"damaged|not loaded"):
+        load_weights(model, name)
+    Path("adapter").mkdir()
+    Path("adapter/adapter_config.json").write_text("{}")
+    Path("adapter/adapter_model.safetensors").write_bytes(b"\x10" * 40)
+    with pytest.raises(DataError, match="damaged"):
+        load_adapter(model, "adapter")
 
 
 def png(width, height):

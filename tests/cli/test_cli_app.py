@@ -147,7 +147,7 @@ def test_a_signal_ends_a_command_with_128_and_its_number(number, word):
     while not Path("begun").exists() and running.poll() is None:
         time.sleep(0.02)
     running.send_signal(number)
-    out, err = running.communicate(timeout=60)
+    out, err = running.communicate(timeout=300)
     assert (running.returncode, out, err) == (128 + number, "", f"{word}\n")
 
 
@@ -169,3 +169,13 @@ def test_a_closed_pipe_is_no_error(words):
 @pytest.mark.parametrize(("seconds", "text"), [(89, "89 s"), (3540, "59 min"), (172_000, "47 h 47 min"), (None, "?")])
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+def test_no_character_ends_a_command(tmp_path):
+    """Lone surrogates are in no encoding, and most characters are not in ASCII."""
+    Path("c.json").write_text('{"a": "\\ud800 \u00e9"}', encoding="utf-8")
+    code = "import sys; from trainformer.cli import main; sys.exit(main())"
+    command = [sys.executable, "-P", "-c", code, "config", "show", "c.json"]
+    found = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert found.returncode == 0, found.stderr
+    assert "\\xe9" in found.stdout.lower()

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pty
+import py_compile
 import shutil
 import subprocess
 import sys
@@ -304,6 +305,22 @@ def test_the_digest_has_everything_that_can_be_imported():
     Path("lab/__pycache__").mkdir()
     Path("lab/__pycache__/a.pyc").write_text("y")
     assert find_code("lab").digest in seen
+
+
+@pytest.mark.parametrize("name", ["lab/__init__.py", "lab/part.py"])
+def test_a_cache_of_something_else_is_not_used(name, capsys):
+    Path("lab").mkdir()
+    Path("lab/__init__.py").write_text("")
+    Path("lab/part.py").write_text("def job(): print('approved')\n")
+    Path("job.yaml").write_text("main: !partial:lab.part:job\n")
+    source = Path(name).read_bytes()
+    Path(name).write_text("import pathlib; pathlib.Path('executed').touch()\ndef job(): print('another')\n")
+    cache = Path(py_compile.compile(name, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH))
+    Path(name).write_bytes(source)
+    assert cache.is_file()
+    assert call("run", "job.yaml", "--trust", "lab") == 0
+    assert capsys.readouterr().out == "approved\n"
+    assert not Path("executed").exists()
 
 
 def test_settings_of_the_project(project, capsys):

@@ -145,6 +145,8 @@ def test_an_alias_to_plain_data_is_a_copy(write):
         ("a: !var {name: x, defualt: x}", "!var"),
         ("a: !var [x]", "!var"),
         ("a: 1\nb: !var x", r"a variable that has a value \(run.yaml:2\), received 'x'.*--var x=value"),
+        ("a: !!timestamp soon", r"a date or a time \(run.yaml:1\), received 'soon'"),
+        ("a: 0x1" + "0" * 5000, "a number that can be written in decimal"),
         ("a: [1", "run.yaml:1"),
         ("a: 1\n b: 2", "run.yaml:2: mapping values"),
         ("? [a]\n: 1", "a key that is a string"),

@@ -496,12 +496,19 @@ def test_validation_shards_are_remapped(tmp_path: Path) -> None:
     assert (info.num_classes, info.class_counts, info.num_samples) == (3, [0, 1, 2], 3)
 
 
-def test_scanning_names_the_sample_with_a_bad_label(tmp_path: Path) -> None:
-    files = [*sample_files(0), ("bad.png", png(1)), ("bad.json", b"[1]"), *sample_files(2)]
+@pytest.mark.parametrize(("name", "content"), [("json", b"[1]"), ("json", b"1" * 20)])
+def test_scanning_names_the_sample_with_a_bad_label(tmp_path: Path, name: str, content: bytes) -> None:
+    files = [*sample_files(0), ("bad.png", png(1)), (f"bad.{name}", content), *sample_files(2)]
     path = write_tar(tmp_path / "x.tar", files)
-    with pytest.raises(DataError, match=r"label of sample 'bad' of shard '.*x.tar', received \[1\]"):
+    with pytest.raises(DataError, match=r"label of sample 'bad' of shard '.*x.tar', received .*1"):
         WebDataset(path).scan()
     assert len(WebDataset(path, skip_bad=True).scan()) == 2
+
+
+def test_a_label_of_thousands_of_digits_is_no_index(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "x.tar", [("bad.png", png(1)), ("bad.cls", b"1" * 5000)])
+    with pytest.raises(DataError, match="known class names, for the label of sample 'bad'"):
+        list(WebDataset(path))
 
 
 def test_scanning_numbers(shards: Path) -> None:

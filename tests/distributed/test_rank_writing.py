@@ -1,7 +1,7 @@
 """Checkpoints that several ranks write: whole or not at all, and every rank knows which."""
 
 import pytest
-from writing_ranks import writing
+from writing_ranks import ended_early, writing
 
 from ranks import on_ranks
 from trainformer.checkpointing import CheckpointStore
@@ -22,3 +22,10 @@ def test_a_failure_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path):
         assert names == [f"own.rank{rank}.txt" for rank in range(3)]
         assert (checkpoint.path / names[2]).read_text() == f"2 at {checkpoint.step}"
     assert sorted(path.name for path in store.root.iterdir()) == ["latest", "step_00000001", "step_00000004"]
+
+
+@pytest.mark.slow
+def test_a_background_save_does_not_outlive_its_run(tmp_path):
+    main, _ = on_ranks(ended_early, 2, tmp_path)
+    assert main["given up"]
+    assert not main["draft"]

@@ -1,5 +1,6 @@
 """Ranks that write checkpoints together, of which one fails now and then."""
 
+import threading
 from pathlib import Path
 
 import torch
@@ -31,6 +32,30 @@ def writing(rank, world):
             ended.append(1 if f"rank {who}: no space left here" in str(error) else 2)
         ranks.all_gather_object(None)
     return {"ended": torch.tensor(ended), "told": told_by_main(ranks)}
+
+
+def ended_early(rank, world):
+    """Whether rank 0 gives up a background save that another rank never joins, once the run has ended."""
+    ranks = TorchProcessGroup(rank, world, rank)
+    shared = MultiRankWriter(CheckpointStore(Path("checkpoints").absolute()), ranks, timeout=600)
+    problems = []
+
+    def save(draft):
+        try:
+            shared.write(draft, Manifest(step=1, components={}, world_size=world), lambda folder: {})
+        except OSError as error:
+            problems.append(str(error))
+
+    with ranks.monitoring(timeout=600):
+        draft = shared.begin(1)
+        thread = threading.Thread(target=save, args=(draft,), daemon=True)
+        if rank == 0:
+            thread.start()
+        ranks.all_gather_object(None)
+    if rank == 0:
+        thread.join(300)
+    ranks.all_gather_object(None)
+    return {"given up": torch.tensor("the run ended" in "".join(problems)), "draft": torch.tensor(draft.exists())}
 
 
 def told_by_main(ranks):

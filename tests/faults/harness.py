@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from victim import SAMPLES
 
-from file_operations import BLOCKED, PHASE, is_draft, last_phase
+from file_operations import BLOCKED, PHASE, is_draft, last_phase, phase_file
 from forking import SERVER
 from trainformer.checkpointing import CheckpointStore
 from trainformer.checkpointing.store import checkpoints_folder
@@ -36,8 +36,8 @@ _TIMEOUT = 280  # below that of the tests, for a better message
 def launch(case, folder: Path):
     """Start a process that trains in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob(f"{PHASE}*"):
-        path.unlink()
+    for path in [*folder.glob(f"{PHASE}*"), folder / BLOCKED]:
+        path.unlink(missing_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     process = SERVER.Process(target=case.start, args=(str(folder),))
     process.start()
@@ -106,7 +106,9 @@ def drafts(folder: Path, kind: str = "writing") -> list[str]:
 
 def phase_of_kill(folder: Path, before: Collection[str] = (), rank: int = 0) -> tuple[str, int]:
     """What a process was doing when it was killed, and in which step; `before`: partial checkpoints of earlier ones."""
-    phase, step = last_phase(folder, f"{PHASE}-{rank}" if rank else PHASE)
+    phase, step = last_phase(folder, phase_file(rank))
+    if (folder / BLOCKED).exists():  # the other ranks may have deleted the partial checkpoint since then
+        return "save", step
     if phase == "start-up":
         return ("resume" if has_checkpoint(folder) else phase), step
     if phase in ("step", "evaluation"):
@@ -154,10 +156,8 @@ def kill_in_save(case, folder: Path, save: int = 1, sync: int = 1, seconds: floa
     The process blocks there until it is killed. An asynchronous save blocks in its thread: training continues for some
     `seconds` before the kill.
     """
-    marker = folder / BLOCKED
-    marker.unlink(missing_ok=True)
     process = launch(replace(case, block_in_save=(save, sync)), folder)
-    if wait_for(marker.exists, process):
+    if wait_for((folder / BLOCKED).exists, process):
         time.sleep(seconds)
         assert drafts(folder), "a process that blocks in a save has a partial checkpoint"
     return _kill(case, process, folder)
@@ -214,14 +214,17 @@ WAYS = "save", "operation", "time", "step", "start-up", "rename", "delete", "eva
 
 def kill_run(case, folder: Path, rng: random.Random, most: int, events: dict[str, Any], first="") -> Iterator[Kill]:
     """Kill a run up to `most` times, unless it ends before; then let it end."""
-    ways = [way for way in WAYS if way in ("save", "time") or events.get(way)]
+    ways = ["end", *(way for way in WAYS if way in ("save", "time") or events.get(way))]
+    ways = list(getattr(case, "ways", ways))
     for number in range(most):
-        way = first if first and not number else rng.choice(ways if number else ["end", *ways])
+        way = first if first and not number else rng.choice(ways[1:] if number and ways[0] == "end" else ways)
         before = [*drafts(folder), *drafts(folder, "deleting")]
         if not kill_somehow(case, folder, rng, way, events):
             return
         yield Kill(way, *phase_of_kill(folder, before, getattr(case, "victim", 0)))
         if any(json.loads(path.read_text())["status"] == "finished" for path in folder.glob("runs/*/status.json")):
+            for lock in folder.glob("runs/*/.lock"):
+                lock.unlink()  # held to the very end
             return  # killed after its end; an unnamed run would begin again
     complete(case, folder)
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from victim import SAMPLES, Augmented, Recorder, enter, handlers, record_samples, write_end
 
-from file_operations import PHASE, Watch, block_in_save, mark
+from file_operations import PHASE, Watch, block_in_save, last_phase, mark, phase_file
 from trainformer import Trainer, hf
 from trainformer.utils.processes import is_alive
 
@@ -209,6 +209,11 @@ class FSDP(Victim):
     save_async: bool = False
     samples = SAMPLES
 
+    @property
+    def syncs(self):
+        """How many files of a checkpoint the victim writes at least."""
+        return 3 if self.victim else 12
+
     def start(self, folder):
         """Start the ranks and wait for them. Killed ranks count as a killed process, anything else as a failure."""
         enter(folder)
@@ -224,7 +229,9 @@ class FSDP(Victim):
             process, status = os.wait()
             codes[process] = os.waitstatus_to_exitcode(status)
             running.discard(process)
-            if codes[process] == -signal.SIGKILL and not self.alone:
+            # Ranks that wait for one that never joined are ended by their launcher: here, by this process.
+            was_starting = last_phase(folder, phase_file(self.victim))[0] == "start-up"
+            if codes[process] == -signal.SIGKILL and (was_starting or not self.alone):
                 for other in running:
                     os.kill(other, signal.SIGKILL)
         killed = -signal.SIGKILL in codes.values()
@@ -240,7 +247,7 @@ class FSDP(Victim):
         if rank != self.victim:
             object.__setattr__(self, "die_at", None)
             object.__setattr__(self, "block_in_save", None)
-        self.run(f"{PHASE}-{rank}" if rank else PHASE)
+        self.run(phase_file(rank))
 
     def kill(self, process, folder):
         """Kill the rank, or all processes."""

@@ -29,6 +29,7 @@ OTHERS = {
     "hf": HF(),
     "LoRA with packing": PackedLoRA(),
     "FSDP": FSDP(),
+    "FSDP, one rank": FSDP(alone=True, victim=1, save_async=True),
 }
 
 

@@ -169,7 +169,7 @@ def test_workers_exit_with_the_sweep_and_do_not_rerun_the_script():
         Path(f"hold-{number}").unlink()
     results = victim.run(n_trials=6, **QUIET)
     assert facts(results) == facts(reference)
-    assert {row["number"] for row in results if row["attempt"] == 2} == {2, 3}
+    assert {row["attempt"] for row in results} == {1}  # nor does the end of the sweep, which was not their fault
 
 
 @pytest.mark.slow

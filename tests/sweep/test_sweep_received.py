@@ -15,7 +15,7 @@ from trainformer.cli import main
 from trainformer.core.errors import BadArgument
 from trainformer.report import write_report
 from trainformer.sweep import read_sweep, sweep, uniform
-from trainformer.sweep.study import _RedisJournal
+from trainformer.sweep.storages import _RedisJournal
 
 QUIET = {"log": "none"}
 

@@ -339,6 +339,21 @@ def test_a_trial_whose_process_died_is_retried_once():
         assert database.execute("select count(*) from trials").fetchone() == (5,)
 
 
+@pytest.mark.parametrize(("is_isolated", "status"), [(True, "completed"), (False, "failed")])
+def test_a_worker_is_not_to_blame_for_the_end_of_the_sweep(is_isolated, status):
+    @sweep(x=uniform(0, 1))
+    def fn(x):
+        return x
+
+    fn.run(n_trials=1, **QUIET)
+    study = optuna.load_study(study_name="fn", storage="sqlite:///sweeps/fn/study.db")
+    dead = {"host": socket.gethostname(), "process": 2**22 + 1, "identity": "gone", "call": ""}
+    study.enqueue_trial({}, user_attrs={"owner": dead, "attempt": 2, "is_isolated": is_isolated})
+    study.ask()  # the second attempt, and the sweep was killed
+    results = fn.run(n_trials=2, **QUIET)
+    assert {row["number"]: (row["status"], row["attempt"]) for row in results} == {0: ("completed", 1), 1: (status, 2)}
+
+
 def test_trials_left_by_an_earlier_call_in_this_process_are_retried(monkeypatch):
     @sweep(x=grid(1, 2))
     def fn(x):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from trainformer.adapters.base import FolderPath, adapted_model, is_adapted, peft, unwrap_model
 from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.utils.tensor_files import read_weights
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -134,13 +135,11 @@ def load_adapter(model: nn.Module, folder: FolderPath) -> nn.Module:
 
     Returns the adapted model, ready to train. A resized vocabulary must already have its new size.
     """
-    from safetensors.torch import load_file
-
     source = Path(folder)
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (source / name).is_file():
             raise DataError(expected(f"the folder of an adapter, with {name}", f"'{source}', which has none"))
-    state = load_file(source / WEIGHTS_FILE)
+    state = read_weights(source, [WEIGHTS_FILE])
     if not is_adapted(model):
         config = peft().PeftConfig.from_pretrained(str(source))
         if getattr(config, "megatron_config", None) is not None:

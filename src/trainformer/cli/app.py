@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import logging
 import os
 import shutil
@@ -82,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     # torchao warns about its own enums when it is imported; the user cannot do anything about it.
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr does: no character ends a command
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with _sigterm_raises(), asking():
             args, command = _parse(name, words[1:])

@@ -16,12 +16,14 @@ import os
 import stat
 import sys
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder, all_suffixes
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, all_suffixes
 from pathlib import Path
-from typing import Any
+from types import CodeType, ModuleType
+from typing import Any, ClassVar
 
 from trainformer.config.loading import checked_trust
 from trainformer.core.errors import BadArgument, did_you_mean, expected
@@ -113,10 +115,45 @@ class Code:
             logger.warning("the approval of %s could not be remembered in %s: %s", name, file, error)
 
     def make_importable(self) -> None:
-        """Add the working directory to the end of the module search path, where it cannot shadow any package."""
+        """Let Python import it from its sources.
+
+        The working directory comes last on the module search path, where it cannot shadow any package.
+        """
+        _FromSource.install(self.name)
         if not self.is_on_path and str(self.folder) not in sys.path:
             sys.path.append(str(self.folder))
             importlib.invalidate_caches()
+
+
+class _SourceLoader(SourceFileLoader):
+    """Compiles the source. Python would prefer a matching file in `__pycache__`, which nobody approved."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
+class _FromSource(MetaPathFinder):
+    """Imports approved packages with `_SourceLoader`."""
+
+    names: ClassVar[set[str]] = set()
+
+    @classmethod
+    def install(cls, name: str) -> None:
+        if not any(isinstance(finder, cls) for finder in sys.meta_path):
+            sys.meta_path.insert(0, cls())
+        cls.names.add(name)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.partition(".")[0] not in self.names:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader = _SourceLoader(spec.loader.name, spec.loader.path)
+            spec.cached = None
+        return spec
 
 
 def find_code(name: str) -> Code | None:

@@ -54,6 +54,7 @@ FLOAT = re.compile(
 _POSITION = re.compile(r"arg\d+")
 # Nested aliases turn a small file into a huge config: nine levels of nine make 387 million values.
 MOST_COPIES = 100_000
+_MOST_BITS = 14_000  # Python converts at most 4,300 digits
 
 
 class Reader(yaml.SafeLoader):  # type: ignore[misc]
@@ -110,7 +111,12 @@ class Reader(yaml.SafeLoader):  # type: ignore[misc]
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         again = node in self.constructed_objects
-        value = super().construct_object(node, deep=True)
+        try:
+            value = super().construct_object(node, deep=True)
+        except AttributeError:  # PyYAML, at `!!timestamp` before something else
+            self.refuse(node, "a date or a time", node.value)
+        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            self.refuse(node, "a number that can be written in decimal", f"one of {value.bit_length()} bits")
         return self._fresh(value, node) if again else value
 
     def _fresh(self, value: Any, node: Any) -> Any:

@@ -37,6 +37,7 @@ logger = logging.getLogger("trainformer")
 
 IMAGE_KEYS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm")
 LABEL_KEYS = ("cls", "label", "json")
+_MAX_LABEL = 2**63 - 1  # of the integers of torch
 _BUFFER = 1000  # size of the shuffle buffer in samples: about 100 MB of encoded photos per worker
 
 
@@ -350,14 +351,14 @@ class WebDataset(IterableDataset):
         return None
 
     def _class_index(self, label: Any, where: str) -> int | None:
-        if label is None or (isinstance(label, int) and label >= 0):
+        if label is None or (isinstance(label, int) and 0 <= label <= _MAX_LABEL):
             return label
         if not isinstance(label, str):
             raise DataError(expected(f"an integer from 0 or a name as the label of {where}", label))
         # Digits may be class names, as in a dataset of letters and digits.
         if self._class_indices is not None and label in self._class_indices:
             return self._class_indices[label]
-        if label.isascii() and label.isdigit():
+        if label.isascii() and label.isdigit() and len(label) < len(str(_MAX_LABEL)):
             return int(label)
         if self._class_indices is not None:
             raise DataError(expected(f"one of the {len(self._class_indices)} classes as the label of {where}", label))

@@ -67,10 +67,8 @@ class JsonlLogger(BaseLogger):
         """Drop the records after `step`, and a partial last line."""
         if not self.path.exists():
             return
-        kept = [line for line, record in valid_lines(self.path) if record.get("step", 0) <= step]
-        content = b"".join(line + b"\n" for line in kept)
-        if content != self.path.read_bytes():
-            write_atomically(self.path, content)
+        kept = (line + b"\n" for line, record in valid_lines(self.path) if record.get("step", 0) <= step)
+        write_atomically(self.path, kept)
 
     def flush(self) -> None:
         if self._file is not None:
@@ -103,19 +101,19 @@ def encode_record(record: dict[str, Any]) -> bytes:
 
 def valid_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """The lines that hold a JSON object, without their newline, each with its record."""
-    # Not splitlines(): it also splits at characters that JSON allows inside a string.
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        record = _parse(line)
-        if record is not None:
-            yield line, record
-        elif line.strip() and number < len(lines):
-            warnings.warn(
-                f"Expected a JSON object with a step in line {number} of {path}, received {line[:40]!r}. The line is "
-                "skipped.",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            content = line.removesuffix(b"\n")
+            record = _parse(content)
+            if record is not None:
+                yield content, record
+            elif content.strip() and content != line:
+                warnings.warn(
+                    f"Expected a JSON object with a step in line {number} of {path}, received {content[:40]!r}. The "
+                    "line is skipped.",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

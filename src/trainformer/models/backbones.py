@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from trainformer.core.errors import BadArgument, DataError, TrainformerError, did_you_mean, expected
 from trainformer.core.optional import require
 from trainformer.models.modes import eval_mode
+from trainformer.utils.tensor_files import read_tensors, read_weights
 
 logger = logging.getLogger("trainformer")
 
@@ -234,10 +235,8 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise DataError(expected("a file of weights", f"'{path}', which does not exist"))
     if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
-    state = torch.load(path, map_location="cpu", weights_only=True)
+        return read_weights(path.parent, [path.name])
+    state = read_tensors(path)
     for key in ("state_dict", "model", "teacher", "state_dict_ema"):
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
@@ -33,6 +33,8 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 class ProcessExecutor:
     """Runs trials in worker processes, one per slot."""
+
+    is_isolated: ClassVar[bool] = True
 
     def __init__(
         self, function: Callable[..., Any], direction: str, slots: list[dict[str, str]], on_message: OnMessage

@@ -12,9 +12,9 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from trainformer.core.errors import BadArgument, expected
+from trainformer.core.errors import BadArgument, TrainformerError, expected
 from trainformer.core.optional import require
 from trainformer.sweep.processes import GRACE_SECONDS, serialize
 from trainformer.sweep.trials import CurrentTrial, Outcome, error_summary, run_trial
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 class RayExecutor:
     """Runs at most `n_parallel` trials as Ray tasks; Ray places them."""
+
+    is_isolated: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -86,7 +88,14 @@ class RayExecutor:
 
     def _handle_messages(self) -> None:
         jobs = {job.trial.number: job for job in self._jobs.values()}
-        for message_id, key, kind, content in self._ray.get(self._messages):
+        try:
+            messages = self._ray.get(self._messages)
+        except self._ray.exceptions.RayActorError as error:
+            raise TrainformerError(
+                "The Ray actor through which trials report has died, perhaps for lack of memory. Nothing is lost: run "
+                "the sweep again, and it continues."
+            ) from error
+        for message_id, key, kind, content in messages:
             self._mailbox.reply.remote(message_id, key in jobs and self._on_message(jobs[key], kind, content))
         self._messages = self._mailbox.receive.remote()
 

@@ -121,7 +121,7 @@ def read_sweep(sweep: str | os.PathLike[str], storage: Any = None, *, with_impor
     trials are elsewhere. Importances take some seconds, mostly for imports.
     """
     optuna = require("optuna", "sweep", "to read the trials of a sweep")
-    from trainformer.sweep.study import quiet_optuna, reading, redact
+    from trainformer.sweep.storages import quiet_optuna, reading, redact
 
     folder = find_sweep(sweep)
     spec = read_spec(folder)

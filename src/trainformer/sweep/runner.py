@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from optuna.exceptions import UpdateFinishedTrialError
 from rich.console import Console
@@ -37,7 +37,9 @@ OnMessage = Callable[[Job, str, Any], bool]
 
 
 class Executor(Protocol):
-    """Runs trials."""
+    """Runs trials; `is_isolated` says whether in other processes."""
+
+    is_isolated: ClassVar[bool]
 
     @property
     def free_slots(self) -> int: ...
@@ -48,6 +50,8 @@ class Executor(Protocol):
 
 class InProcessExecutor:
     """Runs one trial at a time in this process. A crash takes the sweep down; it resumes when it is run again."""
+
+    is_isolated: ClassVar[bool] = False
 
     def __init__(self, function: Callable[..., Any], direction: str, on_message: OnMessage) -> None:
         self._function = function
@@ -116,7 +120,7 @@ class SweepRunner:
     def _fill(self, executor: Executor) -> None:
         while executor.free_slots and (self._deadline is None or time.monotonic() < self._deadline):
             with deferred_signals():
-                job = self._study.next_job(self._n_trials)
+                job = self._study.next_job(self._n_trials, executor.is_isolated)
                 if job is None:
                     return
                 self._running[job.trial.number] = job

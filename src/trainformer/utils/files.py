@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,16 @@ def check_archive(path: Path) -> None:
         )
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file durably: readers see either the old or the new content, after a power cut the new one."""
+def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
+    """Write a file durably: readers see either the old or the new content, after a power cut the new one.
+
+    Of `content` in parts, only one is in memory at a time.
+    """
     make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

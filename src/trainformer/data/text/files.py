@@ -413,6 +413,8 @@ def _atomic_write(path: Path) -> Iterator[Any]:
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
+            file.flush()
+            os.fsync(file.fileno())  # or a power cut could leave the name without the content
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
