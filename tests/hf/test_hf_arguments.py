@@ -231,6 +231,24 @@ def test_hf_argument_parser():
     assert (args.learning_rate, args.mixed_precision, args.eval_steps, args.sdpa_backend) == (1e-3, "bf16", 20, "flash")
 
 
+def test_hf_argument_parser_with_many_fields():
+    words = """--output_dir out --do_train --do_eval --eval_strategy epoch --optim adafactor --lr_scheduler_type cosine
+    --lr_scheduler_kwargs {"num_cycles":2} --gradient_checkpointing_kwargs {"use_reentrant":false} --report_to none
+    --label_names a b --push_to_hub False --neftune_noise_alpha 5 --save_total_limit 2 --data_seed 3 --log_level info
+    --include_for_metrics loss --predict_with_generate --generation_max_length 7 --fsdp full_shard
+    --debug underflow_overflow --dataloader_pin_memory False --warmup_steps 0.1 --accelerator_config {"split_batches":true}
+    --hub_strategy end"""
+    (args,) = HfArgumentParser(hf.Seq2SeqTrainingArguments).parse_args_into_dataclasses(words.split())
+    (theirs,) = HfArgumentParser(transformers.Seq2SeqTrainingArguments).parse_args_into_dataclasses(
+        [word for word in words.split() if word not in ("--fsdp", "full_shard")]
+    )
+    names = [f.name for f in dataclasses.fields(theirs)]
+    assert {n for n in names if value(theirs, n) != value(args, n)} <= {"disable_tqdm", "fsdp", "debug", "report_to"}
+    assert args.debug == theirs.debug
+    (args,) = HfArgumentParser(hf.TrainingArguments).parse_dict({"output_dir": "out", "learning_rate": 0.5})
+    assert args.learning_rate == 0.5
+
+
 def test_serialisation():
     args = hf.TrainingArguments("out", eval_strategy="epoch", sdpa_backend=["math"])
     written = json.loads(args.to_json_string())

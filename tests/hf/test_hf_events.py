@@ -16,6 +16,10 @@ SETS = {
     "saving at steps": {"save_strategy": "steps", "save_steps": 5, "logging_steps": 5},
     "saving at steps that end before the run": {"save_strategy": "steps", "save_steps": 4},
     "saving per epoch": {"save_strategy": "epoch", "logging_steps": 5},
+    "saving per epoch, ending within one": {"save_strategy": "epoch", "max_steps": 7},
+    "everything per epoch, ending within one": {
+        "logging_strategy": "epoch", "eval_strategy": "epoch", "save_strategy": "epoch", "max_steps": 7,
+    },
     "everything at once": {
         "logging_steps": 3, "eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 10,
     },
@@ -134,3 +138,22 @@ def test_evaluate_and_predict_dispatch_events(tmp_path):
     seen.seen.clear()
     trainer.predict(examples(9, seed=2))
     assert seen.names() == [*["on_prediction_step"] * 2, "on_predict"]
+
+
+@pytest.mark.parametrize("length", [{"num_train_epochs": 2}, {"max_steps": 7}])
+def test_flags_at_the_end_of_an_epoch_match_transformers(length, tmp_path):
+    options = {"eval_strategy": "epoch", "save_strategy": "epoch", **length}
+    seen = []
+    for maker in (make_theirs, make):
+        flags = []
+
+        class Watching(transformers.TrainerCallback):
+            def on_epoch_end(self, args, state, control, flags=flags, **kwargs):
+                flags.append((state.global_step, control.should_save, control.should_evaluate))
+
+        trainer = maker(tmp_path / maker.__name__, evaluation=examples(8), **options)
+        trainer.add_callback(Watching())
+        trainer.train()
+        seen.append(flags)
+    assert seen[0] == seen[1]
+    assert all(flag for _, *flags in seen[1] for flag in flags)

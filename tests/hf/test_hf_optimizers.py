@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import datasets
 import optuna
 import pytest
 import torch
@@ -220,6 +221,40 @@ def test_tokens_are_logged_on_request(tmp_path):
     mine = hf.Trainer(bert(), args, train_dataset=data)
     mine.train()
     assert mine.state.log_history[0]["num_input_tokens_seen"] == 48
+
+
+def test_padding_counts_as_tokens_on_request(tmp_path):
+    data = [
+        {"input_ids": torch.arange(2, 8), "attention_mask": torch.tensor([1, 1, 1, 0, 0, 0]), "labels": torch.tensor(1)}
+    ]
+    seen = {}
+    for kind in ("all", "non_padding"):
+        args = hf.TrainingArguments(
+            str(tmp_path), max_steps=1, save_strategy="no", use_cpu=True, include_num_input_tokens_seen=kind
+        )
+        mine = hf.Trainer(bert(), args, train_dataset=data * 8)
+        mine.train()
+        seen[kind] = mine.state.num_input_tokens_seen
+    assert seen == {"all": 48, "non_padding": 24}
+
+
+def test_lengths_come_from_their_column(tmp_path):
+    table = datasets.Dataset.from_dict(
+        {"x": [[float(i)] * 4 for i in range(16)], "labels": [0] * 16, "size": list(range(16))}
+    )
+    seen = []
+
+    class Watching(hf.Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            seen.append(sorted(inputs["x"][:, 0].tolist()))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    args = hf.TrainingArguments(
+        str(tmp_path), num_train_epochs=1, per_device_train_batch_size=4, save_strategy="no", use_cpu=True,
+        train_sampling_strategy="group_by_length", length_column_name="size",
+    )  # fmt: skip
+    Watching(Classifier(), args, train_dataset=table).train()
+    assert all(batch[-1] - batch[0] == 3 for batch in seen)  # neighbours by size
 
 
 def test_full_evaluation_in_bf16(tmp_path):

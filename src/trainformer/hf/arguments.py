@@ -86,7 +86,7 @@ class MinimalTrainingArguments(ArgumentMethods, metaclass=_ArgumentsMeta):
     full_determinism: bool = False
 
     # Device and precision
-    device: Any = dataclasses.field(default=None, metadata={"help": "Read it; to choose the CPU, set use_cpu."})
+    device: str | None = None  # reads as a torch.device
     use_cpu: bool = False
     bf16: bool = False
     fp16: bool = False
@@ -180,7 +180,7 @@ class MinimalTrainingArguments(ArgumentMethods, metaclass=_ArgumentsMeta):
     ddp_static_graph: bool | None = None
     accelerator_config: dict | str | None = None
     parallelism_config: Any = None
-    fsdp: Any = None
+    fsdp: str | None = None
     fsdp_config: dict | str | None = None
     deepspeed: dict | str | None = None
     local_rank: int = -1  # set by the launcher
@@ -269,11 +269,11 @@ class Seq2SeqTrainingArguments(TrainingArguments):
     predict_with_generate: bool = False
     generation_max_length: int | None = None
     generation_num_beams: int | None = None
-    generation_config: Any = None  # a GenerationConfig, a path or a model ID
+    generation_config: str | None = None  # a GenerationConfig, a path or a model ID
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, JSON-serialisable."""
-        config = self.generation_config
+        config: Any = self.generation_config
         return {**super().to_dict(), "generation_config": config.to_dict() if hasattr(config, "to_dict") else config}
 
 

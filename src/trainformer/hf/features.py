@@ -31,20 +31,15 @@ def set_log_level(args: Any) -> None:
         theirs.set_verbosity(LOG_LEVELS[name])
 
 
-def callbacks_of(trainer: Any) -> list[Any]:
+def callbacks_of(args: Any) -> list[Any]:
     """The callbacks that arguments ask for."""
-    args, found = trainer.args, []
+    found: list[Any] = []
     others = [name for name in args.report_to or () if name not in LOGGERS]
     if others:
         integrations = require("transformers.integrations", "hf", f"for report_to={others[0]!r}")
         found += [kind() for kind in integrations.get_reporting_integration_callbacks(others)]
     if args.torch_empty_cache_steps is not None:
         found.append(EmptyCache(args.torch_empty_cache_steps))
-    if args.enable_jit_checkpoint:
-        module = require("transformers.trainer_jit_checkpoint", "hf", "for enable_jit_checkpoint")
-        callback = module.JITCheckpointCallback()
-        callback.set_trainer(trainer)
-        found.append(callback)
     return found
 
 

@@ -52,6 +52,7 @@ class HfRun(TorchRun):
         self.files = HfFiles(task.model, getattr(self.parts.files, "on_device", False))
         self._saves_model_only = False
         self._not_saved: set[str] = set()
+        self.backend.feeder.counts_padding = owner.front.args.include_num_input_tokens_seen == "all"
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate with `evaluate` of the trainer, unless there is no data or `eval_delay` has not passed."""

@@ -15,6 +15,7 @@ import torch
 from trainformer.checkpointing import Retention
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
+from trainformer.data.text.collate import LengthGroupedSampler
 from trainformer.hf.argument_checks import LOGGERS, is_greater_better
 from trainformer.hf.arguments import BaseTrainingArguments
 from trainformer.hf.distributed import chosen_device
@@ -46,7 +47,7 @@ def settings_of(
     samplers = {
         "random": partial(RandomOrder, seed=data_seed),
         "sequential": SequentialSampler,
-        "group_by_length": "length",
+        "group_by_length": partial(_by_length, args=args, size=args.per_device_train_batch_size * replicas),
     }
     if getattr(args.accelerator_config, "split_batches", False):
         replicas = 1  # the batch sizes are those of all ranks together
@@ -191,6 +192,14 @@ def scheduler_factory(args: Any) -> Callable[[Any, Any], Any]:
         )
 
     return make
+
+
+def _by_length(dataset: Any, args: Any, size: int) -> Any:
+    """A sampler that groups samples of similar lengths, which are those of `length_column_name` if there is one."""
+    known = args.length_column_name in (getattr(dataset, "column_names", None) or ())
+    lengths = [int(length) for length in dataset[args.length_column_name]] if known else dataset
+    step = size * int(args.gradient_accumulation_steps)
+    return LengthGroupedSampler(lengths, step, seed=args.seed, num_replicas=1, rank=0)
 
 
 class RandomOrder:

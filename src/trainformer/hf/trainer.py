@@ -142,7 +142,7 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
             self._init_model()
         prepare_model(self.make_model(), self.args)
         set_log_level(self.args)
-        for callback in callbacks_of(self):
+        for callback in callbacks_of(self.args):
             self.add_callback(callback)
         if self.args.push_to_hub:
             self.init_hf_repo()

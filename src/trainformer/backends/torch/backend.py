@@ -83,7 +83,7 @@ class TorchBackend:
         self._decay = None if end is None else DecaySchedule(self.optimizer, end)
         self._scheduled_for: int | None = None
         self._total_steps = 0
-        self._feeder = Feeder(self.device, settings.channels_last)
+        self.feeder = Feeder(self.device, settings.channels_last)
         self._transforms: dict[bool, nn.Module | None] = {}
         self._forget = getattr(task, "on_step_skipped", None)
         no_sync = getattr(task, "no_sync", None)
@@ -186,7 +186,7 @@ class TorchBackend:
             get = getattr(self.task, "get_train_transforms" if train else "get_eval_transforms", None)
             transform = get() if callable(get) else None
             self._transforms[train] = transform.to(self.device) if isinstance(transform, nn.Module) else transform
-        return self._feeder.feed(batches, self._transforms[train])
+        return self.feeder.feed(batches, self._transforms[train])
 
     def begin_training(self) -> None:
         """Set training mode on all modules of the task."""

@@ -40,6 +40,7 @@ class Feeder:
     def __init__(self, device: torch.device, channels_last: bool) -> None:
         self.device = device
         self.channels_last = channels_last
+        self.counts_padding = False  # whether padding counts as tokens
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def feed(self, batches: Iterable[HostBatch], transform: nn.Module | None) -> Iterator[DeviceBatch]:
@@ -49,7 +50,7 @@ class Feeder:
         """
         takes_keys = getattr(transform, "takes_keys", False)
         for data, size, bad, origin, global_size, consumed in batches:
-            tokens = count_tokens(data) if size else 0
+            tokens = count_tokens(data, self.counts_padding) if size else 0
             placed = self._move(data)
             if transform is not None:
                 keys = None if origin is None else sample_keys(*origin)
@@ -102,8 +103,8 @@ def apply_to_inputs(transform: Callable[[Any], Any], data: Any) -> Any:
     raise BadArgument(expected("a batch that is a tensor, a sequence or a mapping", type(data).__name__))
 
 
-def count_tokens(data: Any) -> int:
-    """Number of tokens in a batch: the `input_ids` that the attention mask keeps; 0 for other data.
+def count_tokens(data: Any, padding: bool = False) -> int:
+    """Number of tokens in a batch: the `input_ids` that the attention mask keeps, or all; 0 for other data.
 
     >>> count_tokens({"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])})
     4
@@ -112,7 +113,7 @@ def count_tokens(data: Any) -> int:
     if not isinstance(ids, Tensor):
         return 0
     mask = data.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.shape == ids.shape and mask.device.type == "cpu":
+    if not padding and isinstance(mask, Tensor) and mask.shape == ids.shape and mask.device.type == "cpu":
         return int(mask.sum())
     return ids.numel()  # from the shape alone: no device sync
 

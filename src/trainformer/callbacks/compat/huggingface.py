@@ -128,7 +128,7 @@ class HuggingFaceCallback(CallbackAdapter):
         self._note_epoch_end(trainer)
         self.bridge.best_before = self.bridge.best(trainer)
         if _strategy(trainer, "eval_strategy") is IntervalStrategy.EPOCH:
-            self._flush_epoch_end(trainer)
+            self._flush_epoch_end(trainer, due="should_evaluate")
 
     def _eval_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
         if getattr(trainer, "logs_evaluations", False):
@@ -148,6 +148,9 @@ class HuggingFaceCallback(CallbackAdapter):
             self._flush_epoch_end(trainer)
 
     def _save(self, trainer: Any) -> None:
+        self._note_epoch_end(trainer)
+        if _strategy(trainer, "save_strategy") is IntervalStrategy.EPOCH:
+            self._flush_epoch_end(trainer, due="should_save")
         self._call(trainer, "on_save")
         self._flush_epoch_end(trainer)
 
@@ -168,10 +171,15 @@ class HuggingFaceCallback(CallbackAdapter):
             self._epoch = None
             self._epoch_end_pending = True
 
-    def _flush_epoch_end(self, trainer: Any) -> None:
+    def _flush_epoch_end(self, trainer: Any, due: str | None = None) -> None:
+        """Dispatch a pending `on_epoch_end`. In HF it comes before what is `due` at the end of an epoch."""
         if self._epoch_end_pending:
             self._epoch_end_pending = False
+            if due is not None:
+                setattr(trainer.control, due, True)
             self._call(trainer, "on_epoch_end")
+            if due is not None:
+                setattr(trainer.control, due, False)
 
     # -- dispatch ------------------------------------------------------------------------------------------
 
