@@ -236,8 +236,8 @@ def test_hf_argument_parser_with_many_fields():
     --lr_scheduler_kwargs {"num_cycles":2} --gradient_checkpointing_kwargs {"use_reentrant":false} --report_to none
     --label_names a b --push_to_hub False --neftune_noise_alpha 5 --save_total_limit 2 --data_seed 3 --log_level info
     --include_for_metrics loss --predict_with_generate --generation_max_length 7 --fsdp full_shard
-    --debug underflow_overflow --dataloader_pin_memory False --warmup_steps 0.1 --accelerator_config {"split_batches":true}
-    --hub_strategy end"""
+    --debug underflow_overflow --dataloader_pin_memory False --warmup_steps 0.1
+    --accelerator_config {"split_batches":true} --hub_strategy end"""
     (args,) = HfArgumentParser(hf.Seq2SeqTrainingArguments).parse_args_into_dataclasses(words.split())
     (theirs,) = HfArgumentParser(transformers.Seq2SeqTrainingArguments).parse_args_into_dataclasses(
         [word for word in words.split() if word not in ("--fsdp", "full_shard")]

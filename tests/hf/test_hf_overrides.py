@@ -172,6 +172,25 @@ def test_an_evaluation_loader_receives_the_dataset(tmp_path):
         )
 
 
+def test_loaders_of_a_subclass_in_one_run(tmp_path):
+    """Evaluations with loaders of the user's own do not disturb the run."""
+
+    def subclass(kind):
+        class Loading(kind):
+            def get_train_dataloader(self):
+                return DataLoader(self.train_dataset, batch_size=8, collate_fn=self.data_collator)
+
+            def get_eval_dataloader(self, eval_dataset=None):
+                return DataLoader(self.eval_dataset, batch_size=4, collate_fn=self.data_collator)
+
+        return Loading
+
+    options = {"evaluation": examples(8, seed=1), "eval_strategy": "steps", "eval_steps": 2, "max_steps": 7}
+    theirs, ours = both(subclass, tmp_path, **options)
+    assert_same_training(theirs, ours)
+    assert [sorted(r) for r in ours.state.log_history] == [sorted(r) for r in theirs.state.log_history]
+
+
 def test_columns_that_a_subclass_keeps(tmp_path):
     seen = []
 
@@ -387,6 +406,47 @@ def test_saving_a_checkpoint(tmp_path):
     trainer.train()
     assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-2", "saved-4"]
     assert make(tmp_path / "run", **{**OPTIONS, "max_steps": 6}).train(resume_from_checkpoint=True).global_step == 6
+
+
+def test_a_log_knows_evaluations_by_the_mode_of_the_model(tmp_path):
+    def subclass(kind):
+        class Adding(kind):
+            def log(self, logs, start_time=None):
+                super().log({**logs, "mode": "train" if self.model.training else "eval"}, start_time)
+
+        return Adding
+
+    options = {"evaluation": examples(8, seed=1), "eval_strategy": "steps", "eval_steps": 2}
+    theirs, ours = both(subclass, tmp_path, **options)
+    found = [[(r["step"], r.get("mode")) for r in t.state.log_history if "train_loss" not in r] for t in (theirs, ours)]
+    assert found[1] == found[0]
+    assert {mode for _, mode in found[1]} == {"train", "eval"}
+
+
+def test_files_that_a_subclass_saves_and_loads(tmp_path):
+    """A model in a format of its own, as sentence-transformers saves it."""
+
+    class Own(hf.Trainer):
+        loaded = ()
+
+        def _save(self, output_dir=None, state_dict=None):
+            torch.save(self.model.state_dict(), f"{output_dir}/own.pt")
+            with open(f"{output_dir}/model.safetensors", "w") as file:
+                file.write("mine")
+
+        def _load_from_checkpoint(self, checkpoint_path):
+            self.loaded = (*self.loaded, checkpoint_path)
+            self.model.load_state_dict(torch.load(f"{checkpoint_path}/own.pt"))
+
+    options = {**OPTIONS, "lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 2, "trainer": Own}
+    whole = make(tmp_path / "whole", **{**options, "max_steps": 6})
+    whole.train()
+    make(tmp_path / "cut", **options).train()
+    assert (tmp_path / "cut" / "checkpoint-4" / "model.safetensors").read_text() == "mine"
+    resumed = make(tmp_path / "cut", **{**options, "max_steps": 6})
+    resumed.train(resume_from_checkpoint=True)
+    assert [path.rsplit("/", 1)[-1] for path in resumed.loaded] == ["checkpoint-4"]
+    assert losses(resumed) == losses(whole)
 
 
 def test_logs_are_printed_without_a_progress_bar(tmp_path, capsys):

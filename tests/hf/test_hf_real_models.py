@@ -316,7 +316,7 @@ def test_files_of_an_overridden_save_are_in_every_checkpoint(method, tmp_path, c
             json.dump({"step": self.state.global_step}, file)
         torch.save({}, f"{output_dir}/config.json.bak")
         if method == "_save":
-            torch.save({}, f"{output_dir}/model.safetensors")
+            torch.save({}, f"{output_dir}/optimizer.pt")
 
     setattr(Saving, method, save)
     options = {"trainer": Saving, "save_strategy": "steps", "save_steps": 2}
@@ -324,7 +324,8 @@ def test_files_of_an_overridden_save_are_in_every_checkpoint(method, tmp_path, c
     for step in (2, 4):
         assert json.loads((tmp_path / f"checkpoint-{step}" / "more.json").read_text()) == {"step": step}
     assert not list(tmp_path.glob("checkpoint-*/saved_by_user"))
-    assert any("model.safetensors" in r.message for r in caplog.records) == (method == "_save")
+    assert any("optimizer.pt" in r.message for r in caplog.records) == (method == "_save")
+    assert load_file(tmp_path / "checkpoint-4" / "model.safetensors")
     again = make(tmp_path, max_steps=6, **options)
     again.train(resume_from_checkpoint=True)  # the files match the manifest
     whole = make(tmp_path / "whole", max_steps=6)
@@ -373,7 +374,7 @@ def test_events_of_a_resumed_run_match_transformers(options, tmp_path):
 # -- what scripts call -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["_inner_training_loop", "get_batch_samples"])
+@pytest.mark.parametrize("name", ["_maybe_log_save_evaluate", "get_batch_samples"])
 def test_an_override_that_is_never_called_is_an_error(name, tmp_path):
     kind = type("Mine", (hf.Trainer,), {name: lambda self, *args: None})
     assert hasattr(transformers.Trainer, name)

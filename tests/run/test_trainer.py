@@ -412,7 +412,7 @@ def test_hooks_of_a_task_are_called():
         ({"val_split": 1.5}, "val_split"),
         ({"epochs": 0}, "epochs"),
         ({"batch_size": -1}, "batch_size"),
-        ({"lr": 0}, "lr"),
+        ({"lr": -1}, "lr"),
         ({"lr": "fast"}, "lr"),
         ({"warmup_ratio": 2}, "warmup_ratio"),
         ({"log_every": "often"}, "log_every"),

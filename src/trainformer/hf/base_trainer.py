@@ -37,7 +37,7 @@ from trainformer.engine.state import append_record
 from trainformer.hf.arguments import MinimalTrainingArguments, arguments_from
 from trainformer.hf.callback_view import CallbackView
 from trainformer.hf.checkpoint_manager import RNGState, TrainerCheckpoints
-from trainformer.hf.checkpoints import ARGUMENTS, place_adapter
+from trainformer.hf.checkpoints import ARGUMENTS, OWN_WEIGHTS, link_or_copy, place_adapter
 from trainformer.hf.compat import ScriptMixin
 from trainformer.hf.distributed import join, this_process
 from trainformer.hf.forgather import StatefulsMixin, skipped_components
@@ -346,6 +346,9 @@ class BaseTrainer(ScriptMixin, StatefulsMixin, ABC):
             else:
                 path.rename(folder / path.name)
         shutil.rmtree(own)
+        weights = folder / OWN_WEIGHTS
+        if weights.exists() and not any(folder.glob("*model*.safetensors")):
+            link_or_copy(weights, folder / "model.safetensors")  # an override that leaves the weights to us
         return sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
 
     def _weights(self) -> dict[str, Any]:

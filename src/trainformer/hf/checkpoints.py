@@ -8,6 +8,8 @@ would: the position in the data follows from the step.
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +38,7 @@ logger = logging.getLogger("trainformer")
 
 STATE, ARGUMENTS, SCALER = "trainer_state.json", "training_args.bin", "scaler.pt"
 _INDEX = "model.safetensors.index.json"
+OWN_WEIGHTS = "run_weights.safetensors"  # the weights of a run whose trainer overrides `save_model` or `_save`
 _WEIGHTS = ("model.safetensors", _INDEX, "adapter_model.safetensors", "pytorch_model.bin")
 # How an optimizer computes, which is not part of its state.
 _IMPLEMENTATION = ("fused", "foreach", "capturable")
@@ -44,9 +47,10 @@ _IMPLEMENTATION = ("fused", "foreach", "capturable")
 class HfFiles(TorchFiles):
     """Files under the names that transformers and peft read."""
 
-    def __init__(self, model: nn.Module, on_device: bool = False) -> None:
+    def __init__(self, model: nn.Module, on_device: bool = False, is_saved_by_user: bool = False) -> None:
         super().__init__(on_device)
         self._model = model
+        self._is_saved_by_user = is_saved_by_user  # whether `model.safetensors` is for the user to write
 
     def write(self, folder: Path, component: StateComponent, state: Any, process_group: Any) -> list[str]:
         names = super().write(folder, component, state, process_group)
@@ -56,6 +60,8 @@ class HfFiles(TorchFiles):
         if component.key == "rng" and process_group.is_single_process:
             torch.save({**state, "cpu": state["torch"]}, folder / names[0])
             renamed[names[0]] = "rng_state.pth"
+        if component.key == "model" and self._is_saved_by_user:
+            renamed["model.safetensors"] = OWN_WEIGHTS
         for name in names:
             if name in renamed:
                 (folder / name).rename(folder / renamed[name])
@@ -301,3 +307,11 @@ def exported_states(callbacks: Sequence[Any]) -> dict[str, Any]:
             else:
                 found[name] = state
     return found
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A hard link to a file, or a copy where there are no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

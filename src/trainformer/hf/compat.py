@@ -25,10 +25,9 @@ _FILES = "Override save_model to write additional files, or use a callback with 
 
 # Methods of the HF Trainer that are never called here, and what to override instead.
 _NEVER_CALLED = {
-    **dict.fromkeys(("prediction_loop", "_inner_training_loop", "_run_epoch", "_maybe_log_save_evaluate",
-                     "get_batch_samples"), _STEP),
-    **dict.fromkeys(("_save_optimizer_and_scheduler", "_save_rng_state", "_load_from_checkpoint",
-                     "_load_best_model", "_load_optimizer_and_scheduler", "_load_rng_state"), _FILES),
+    **dict.fromkeys(("prediction_loop", "_run_epoch", "_maybe_log_save_evaluate", "get_batch_samples"), _STEP),
+    **dict.fromkeys(("_save_optimizer_and_scheduler", "_save_rng_state",
+                     "_load_optimizer_and_scheduler", "_load_rng_state"), _FILES),
     "_wrap_model": "Wrap the model before you pass it.",
 }  # fmt: skip
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from trainformer.core.errors import BadArgument, expected
@@ -59,10 +60,22 @@ class EvaluatingTrainer(SteppingTrainer):
         )
         metrics = output.metrics
         metrics |= self._speed(metric_key_prefix, began, output.num_samples)
-        self.log(metrics)
-        metrics.setdefault("epoch", self.state.epoch)
-        self._dispatch_event("on_evaluate", metrics=metrics)
+        with self._eval_mode():  # by which overrides of `log` know an evaluation
+            self.log(metrics)
+            metrics.setdefault("epoch", self.state.epoch)
+            self._dispatch_event("on_evaluate", metrics=metrics)
         return metrics
+
+    @contextmanager
+    def _eval_mode(self) -> Iterator[None]:
+        """The model in eval mode; each of its modules gets its own mode back."""
+        trained = [module for module in self.make_model().modules() if module.training]
+        self.make_model().eval()
+        try:
+            yield
+        finally:
+            for module in trained:
+                module.training = True
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, Any]:
         """An evaluation during training. Override it to change what is evaluated then."""

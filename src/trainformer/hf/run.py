@@ -49,7 +49,8 @@ class HfRun(TorchRun):
 
     def __init__(self, owner: HfHandle, task: Any, settings: RunSettings, **options: Any) -> None:
         super().__init__(owner, task, settings, **options)
-        self.files = HfFiles(task.model, getattr(self.parts.files, "on_device", False))
+        by_user = owner.front._overrides("save_model", "_save")
+        self.files = HfFiles(task.model, getattr(self.parts.files, "on_device", False), by_user)
         self._saves_model_only = False
         self._not_saved: set[str] = set()
         self.backend.feeder.counts_padding = owner.front.args.include_num_input_tokens_seen == "all"
@@ -118,11 +119,15 @@ class HfRun(TorchRun):
 
     def load(self, path: Path, only: Collection[str] | None = None) -> None:
         """Load a checkpoint of ours or of transformers."""
-        skipped = skipped_components(self.owner.front.args, "restore")
+        front = self.owner.front
+        states = read_checkpoint_states(path, self)
+        skipped = skipped_components(front.args, "restore")
+        if only is None and front._overrides("_load_from_checkpoint"):
+            front._load_from_checkpoint(str(path))
+            skipped.add("model")
         chosen = only
         if only is None and skipped:
             chosen = [part.key for part in self.components() if part.key not in skipped]
-        states = read_checkpoint_states(path, self)
         if states is None:
             super().load(path, chosen)
         else:
@@ -184,9 +189,6 @@ class LogRelay:
 
     def __init__(self, front: Trainer) -> None:
         self._front = front
-
-    def on_validation_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
-        self.on_log(trainer, metrics)
 
     def on_log(self, trainer: Any, metrics: dict[str, Any]) -> None:
         front = self._front

@@ -32,6 +32,10 @@ class SteppingTrainer(LoadingTrainer):
     _accelerator: Any = None
     _label_names: list[str] | None = None
     _accepts_loss_kwargs: bool | None = None
+    #: Whether the model returns a loss without labels by default (`return_loss=True` in its signature).
+    can_return_loss: bool
+    #: HF's `LabelSmoother` for the arguments; None without label smoothing.
+    label_smoother: Any
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
     #: The number of micro-batches of the current optimizer step.
     current_gradient_accumulation_steps: int = 1
@@ -51,12 +55,6 @@ class SteppingTrainer(LoadingTrainer):
         self._label_names = list(names)
 
     @property
-    def can_return_loss(self) -> bool:
-        """Whether the model returns a loss without labels by default (`return_loss=True` in its signature)."""
-        parameter = inspect.signature(inner_model(self.make_model()).forward).parameters.get("return_loss")
-        return parameter is not None and parameter.default is True
-
-    @property
     def model_accepts_loss_kwargs(self) -> bool:
         """Whether the model receives `num_items_in_batch`. Set it to False for one that accepts but ignores it."""
         if self._accepts_loss_kwargs is None:
@@ -71,18 +69,36 @@ class SteppingTrainer(LoadingTrainer):
     def _loss_shifts_labels(self) -> bool:
         return shifts_labels(self.make_model())
 
-    @property
-    def label_smoother(self) -> Any:
-        """HF's `LabelSmoother` for the arguments; None without label smoothing."""
-        if not self.args.label_smoothing_factor:
-            return None
-        module = require("transformers.trainer_pt_utils", "hf", "for label_smoothing_factor")
-        return module.LabelSmoother(epsilon=self.args.label_smoothing_factor)
+    def _inspect_model(self) -> None:
+        """Set the attributes that follow from the model; subclasses may change them."""
+        inner = inner_model(self.make_model())
+        parameter = inspect.signature(inner.forward).parameters.get("return_loss")
+        self.can_return_loss = parameter is not None and parameter.default is True
+        self.label_smoother = None
+        if self.args.label_smoothing_factor:
+            module = require("transformers.trainer_pt_utils", "hf", "for label_smoothing_factor")
+            self.label_smoother = module.LabelSmoother(epsilon=self.args.label_smoothing_factor)
 
     @property
     def model_wrapped(self) -> Any:
         """The model as the run calls it: wrapped by DDP, for instance. Without a wrapper, the model."""
         return self.make_model() if self._run is None else self._run.task.model
+
+    def get_tp_size(self) -> int:
+        """The number of ranks that share one replica of the model."""
+        replicas = self._num_replicas()
+        assert self._process_group is not None
+        return self._process_group.world_size // replicas
+
+    def get_cp_size(self) -> int:
+        """1: there is no context parallelism."""
+        return 1
+
+    get_sp_size = get_cp_size
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples of an optimizer step on all ranks."""
+        return args.train_batch_size * args.gradient_accumulation_steps * self._num_replicas()
 
     is_deepspeed_enabled = is_fsdp_enabled = is_model_parallel = False  # strategies of our own instead
 

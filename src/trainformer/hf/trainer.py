@@ -106,7 +106,7 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
         self._evaluates_only = False  # whether the run has no training data, so that it cannot be trained
         self._eval_data: Any = None
         self._ignore_keys_for_eval: Any = None
-        self.is_in_train = False
+        self.is_in_train = self._begins_training = False  # the latter until the run is prepared
         self._resume: str | None = None
         self._record: dict[str, Any] | None = None  # the log record that is passing through an overridden `log`
         self._sharded_by: str | None = None
@@ -140,6 +140,7 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
             raise BadArgument(expected("no optimizers with model_init, which makes a new model", "both", do))
         if model is None:
             self._init_model()
+        self._inspect_model()
         prepare_model(self.make_model(), self.args)
         set_log_level(self.args)
         for callback in callbacks_of(self.args):
@@ -179,7 +180,7 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
         wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         self._resume = find_checkpoint(wanted, self.args.output_dir)
         self._ignore_keys_for_eval = ignore_keys_for_eval
-        self.is_in_train = True
+        self.is_in_train = self._begins_training = True
         try:
             if self.model_init is not None:
                 self._init_model(trial)
@@ -191,7 +192,7 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
             output.metrics.update(memory.collect())
             return output
         finally:
-            self.is_in_train = False
+            self.is_in_train = self._begins_training = False
 
     def check(self, raise_on_failure: bool = True) -> CheckReport:
         """Check within seconds whether this run will work, without changing model, optimizer or random state."""
@@ -201,7 +202,7 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
     def _prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
         """Build a run if there is none, or if training starts again; evaluations use the current one."""
         self._eval_data = eval_dataset
-        trains = train_dataset is not None or (self.is_in_train and self._overrides("get_train_dataloader"))
+        trains, self._begins_training = self._begins_training, False
         if self._run is None or (trains and (self._has_trained or self._evaluates_only)):
             if self._run is not None:  # another run starts with an optimizer of its own
                 self.optimizer = self.lr_scheduler = None
@@ -290,7 +291,7 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
         if control.should_stop:
             metrics |= {"stopped_by": control.stopped_by, "stop_reason": control.stop_reason}
         if self.args.load_best_model_at_end:
-            self._load_best()
+            self._load_best_model()
         return TrainOutput(run.state.step, metrics["train_loss"], metrics)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
@@ -298,7 +299,12 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
         assert self._run is not None
         self._run.save_now()
 
-    def _load_best(self) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load the weights of a checkpoint. Override it to load what an overridden `_save` has written."""
+        self._ready_run().load(Path(resume_from_checkpoint), only=["model"])
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint, for `load_best_model_at_end`."""
         run = self._run
         assert run is not None
         best = run.settings.retention().ranked(CheckpointStore(Path(self.args.output_dir)).checkpoints())
@@ -306,8 +312,8 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
         if path is None:
             logger.warning("load_best_model_at_end: no checkpoint has the metric %s", run.settings.monitor_metric)
             return
-        run.load(Path(path), only=["model"])
-        self.state.best_model_checkpoint = path
+        self._bridge.state.best_model_checkpoint = path
+        self._load_from_checkpoint(path)
 
     # -- data and optimizer --------------------------------------------------------------------------------
 
