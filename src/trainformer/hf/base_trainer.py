@@ -37,7 +37,7 @@ from trainformer.engine.state import append_record
 from trainformer.hf.arguments import MinimalTrainingArguments, arguments_from
 from trainformer.hf.callback_view import CallbackView
 from trainformer.hf.checkpoint_manager import RNGState, TrainerCheckpoints
-from trainformer.hf.checkpoints import ARGUMENTS, OWN_WEIGHTS, place_adapter
+from trainformer.hf.checkpoints import ARGUMENTS, OWN_WEIGHTS, link_or_copy, place_adapter
 from trainformer.hf.compat import ScriptMixin
 from trainformer.hf.distributed import join, this_process
 from trainformer.hf.forgather import StatefulsMixin, skipped_components
@@ -450,11 +450,3 @@ class BaseTrainer(ScriptMixin, StatefulsMixin, ABC):
         """Restore what `state_dict` returned."""
         for name, value in state_dict.items():
             setattr(self.state, name, list(value) if name == "log_history" else value)
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """A hard link to a file, or a copy where there are no links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

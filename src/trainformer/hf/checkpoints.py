@@ -8,6 +8,8 @@ would: the position in the data follows from the step.
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -305,3 +307,11 @@ def exported_states(callbacks: Sequence[Any]) -> dict[str, Any]:
             else:
                 found[name] = state
     return found
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A hard link to a file, or a copy where there are no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

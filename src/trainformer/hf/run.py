@@ -52,8 +52,8 @@ class HfRun(TorchRun):
         by_user = owner.front._overrides("save_model", "_save")
         self.files = HfFiles(task.model, getattr(self.parts.files, "on_device", False), by_user)
         self._saves_model_only = False
-        self.backend.feeder.counts_padding = owner.front.args.include_num_input_tokens_seen == "all"
         self._not_saved: set[str] = set()
+        self.backend.feeder.counts_padding = owner.front.args.include_num_input_tokens_seen == "all"
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate with `evaluate` of the trainer, unless there is no data or `eval_delay` has not passed."""
@@ -123,11 +123,13 @@ class HfRun(TorchRun):
         """Load a checkpoint of ours or of transformers."""
         front = self.owner.front
         states = read_checkpoint_states(path, self)
-        skipped = set(skipped_components(front.args, "restore")) if only is None else set()
+        skipped = skipped_components(front.args, "restore")
         if only is None and front._overrides("_load_from_checkpoint"):
             front._load_from_checkpoint(str(path))
             skipped.add("model")
-        chosen = [part.key for part in self.components() if part.key not in skipped] if skipped else only
+        chosen = only
+        if only is None and skipped:
+            chosen = [part.key for part in self.components() if part.key not in skipped]
         if states is None:
             super().load(path, chosen)
         else:
