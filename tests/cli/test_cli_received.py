@@ -44,8 +44,10 @@ COMMANDS = [
 
 
 @pytest.fixture(autouse=True)
-def tidy():
-    """Modules of one test are not those of the next."""
+def tidy(request, monkeypatch):
+    """Modules of one test are not those of the next, and runs in the checkout are none of theirs."""
+    checkout = request.config.rootpath
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).absolute() != checkout])
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
