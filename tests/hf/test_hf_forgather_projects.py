@@ -105,7 +105,7 @@ def test_batches_are_padded_on_the_right_and_labelled(tokenizer):
         hf.DataCollatorForCausalLM(tokenizer, max_length=65)
 
 
-def test_positions_begin_anew_with_every_document(tokenizer):
+def test_positions_restart_with_every_document(tokenizer):
     end = tokenizer.eos_token_id
     rows = [
         {"input_ids": [5, 6, 7, 8], "document_starts": [0, 2]},

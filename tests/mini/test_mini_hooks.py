@@ -332,11 +332,11 @@ def test_a_user_logger(caplog):
 
 
 def test_means_are_logged_at_intervals_and_the_rest_at_the_end():
-    told = []
+    logged = []
 
     class Hears(BaseHook):
         def on_log(self, trainer, records, dry_run):
-            told.append((trainer.step, records["train"]["loss"], dry_run))
+            logged.append((trainer.step, records["train"]["loss"], dry_run))
 
     trainer = collecting()(7, hooks=[LoggingHook(interval=3), Hears()])
     trainer.train()
@@ -345,7 +345,7 @@ def test_means_are_logged_at_intervals_and_the_rest_at_the_end():
     assert [(step, pytest.approx(records["loss"])) for step, records in trainer.logged] == list(
         zip((3, 6, 7), means, strict=True)
     )
-    assert told == [(step, records["loss"], False) for step, records in trainer.logged]
+    assert logged == [(step, records["loss"], False) for step, records in trainer.logged]
     assert trainer.logged[0][1]["nested"] == {"rows": 8}
     assert trainer.logged[0][1].keys() == {
         *("accuracy", "nested", "loss", "grad_norm", "lr", "step_time", "data_time", "non_finite_grad_retry_count"),

@@ -160,7 +160,7 @@ class ConfigTuple(tuple[Any, ...]):
 class Call:
     """A call to make: once for all references (singleton), once per reference (factory), or later by others (partial).
 
-    A lambda is a partial whose arguments are built anew by every call. A meta is a singleton that gets its arguments
+    A lambda is a partial whose arguments are built again in every call. A meta is a singleton that gets its arguments
     as nodes. Calls are equal if they do the same, wherever they are written.
     """
 

@@ -227,7 +227,7 @@ class _Program:
             raise BadArgument(f"Expected calls that Python can write{at(call.place)}, received !meta:{call.title}.")
         items = [self.value(item, depth + 1) for item in call.args]
         named, more = self._named(call)
-        if call.kind == "lambda":  # builds its arguments anew in every call
+        if call.kind == "lambda":  # builds its arguments again in every call
             items.append("*args")
             more = {**named, **more}
             more_items = [f"{self.literal(key)}: {self.value(item, depth + 1)}" for key, item in more.items()]

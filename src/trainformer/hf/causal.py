@@ -53,7 +53,7 @@ class DataCollatorForCausalLM:
         ignore_index: Label of padding.
         input_name: The key of the input ids.
         labels_name: The key of the labels; with None a batch is the tuple (inputs, labels).
-        packed_sequences: Also make position ids that begin anew with every document: at the positions in
+        packed_sequences: Also make position ids that restart with every document: at the positions in
             `document_starts` of an example, else after each end-of-sequence token. By default if there are any.
         pad_kwargs: Arguments of the tokenizer's `pad`, such as `padding` and `pad_to_multiple_of`.
     """
