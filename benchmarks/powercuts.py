@@ -9,7 +9,7 @@ found, intact, with its metrics; some of the states are resumed to the end and c
     python benchmarks/powercuts.py --cuts 500 --seed 7 --only jax
     python benchmarks/powercuts.py --cuts 500 --without "sync folder"     # a control: finds failures
 
-A result file keeps what was done: the same command again continues it, `--anew` starts over.
+A result file keeps what was done: the same command again continues it, `--restart` starts over.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--without", nargs="+", choices=CONTROLS, default=[], help="ignore these: failures are expected"
     )
-    parser.add_argument("--anew", action="store_true", help="do not continue an earlier result")
+    parser.add_argument("--restart", action="store_true", help="do not continue an earlier result")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where results go")
     args = parser.parse_args()
     if args.cuts < 1:
@@ -109,7 +109,7 @@ def main() -> None:
     names = args.only or list(RUNS)
     path = args.out / "powercuts.json"
     command = {"seed": args.seed, "runs": names, "without": args.without}
-    before = json.loads(path.read_text()) if path.exists() and not args.anew else {}
+    before = json.loads(path.read_text()) if path.exists() and not args.restart else {}
     if before.get("command") != command:
         before = {}
     tallies = {name: Tally(**before.get("tallies", {}).get(name, {})) for name in names}

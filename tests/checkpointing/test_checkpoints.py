@@ -203,7 +203,7 @@ def test_going_back_to_an_older_checkpoint_sets_the_later_ones_aside():
     assert steps == sorted(set(steps))
 
 
-def test_beginning_anew_with_a_folder_of_ones_own():
+def test_starting_from_scratch_with_a_save_dir():
     make(save_dir="mine", save_every=5).fit()
     make(save_dir="mine", save_every=5, resume=None, max_steps=7).fit()
     assert [c.step for c in CheckpointStore(Path("run/mine")).checkpoints()] == [7]

@@ -210,7 +210,7 @@ def test_the_same_command_again_goes_on_from_the_newest_checkpoint():
     assert [r["step"] for r in trainer.state.log_history] == steps
 
 
-def test_resume_none_begins_anew_and_keeps_the_old_files():
+def test_resume_none_starts_from_scratch_and_keeps_the_old_files():
     make(epochs=1).fit()
     trainer = make(epochs=1, resume=None).fit()
     assert trainer.state.step == 8
