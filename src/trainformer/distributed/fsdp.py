@@ -12,17 +12,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.distributed.ddp import all_reduce_gradients
 from trainformer.distributed.sharded_base import (
     REPLICA,
     SHARD,
     ShardedStrategy,
-    all_reduce_gradients,
     divisors,
     materialize,
 )
@@ -165,6 +165,19 @@ class FSDP(ShardedStrategy):
         return MixedPrecisionPolicy(self.param_dtype or param, self.reduce_dtype or reduce, cast_forward_inputs=False)
 
     # -- a step --------------------------------------------------------------------------------------------
+
+    def use_several_optimizers(self) -> None:
+        """The backward pass reduces all gradients; the step uses those of one optimizer and drops the others."""
+
+    def wrapped(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        root = self._root
+        return function if root is None else lambda batch: root(lambda _: function(batch), None)
+
+    def backward_into(self, loss: Tensor, scaler: torch.amp.GradScaler | None, parameters: list[nn.Parameter]) -> None:
+        if self._root is None:
+            super().backward_into(loss, scaler, parameters)
+        else:  # sharded parameters are not leaves of the graph
+            self.backward(loss, scaler)
 
     def train_step(self) -> Callable[[Any], Any] | None:
         root, task = self._root, self.task

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
 from trainformer.core.errors import DataError
-from trainformer.core.types import DataSource, DeviceBatch, Entry
+from trainformer.core.types import DataSource, DeviceBatch, Entry, StepResult
 from trainformer.engine.cadence import Cadence
 from trainformer.engine.control import Control
 from trainformer.engine.events import STEP_EVENTS, Event, EventBus
@@ -136,24 +136,8 @@ class Loop:
         if bus.listeners(Event.STEP_BEGIN):
             bus.emit(Event.STEP_BEGIN, step)
 
-        complete = False
-        while not complete:  # the backend may ask to repeat the step: non-finite gradients, or out of memory
-            batches = 0
-            for batch in window:
-                if not backend.accumulate(batch):
-                    break
-                batches += 1
-                if bus.listeners(Event.SUBSTEP_END):
-                    bus.emit(Event.SUBSTEP_END, step)
-            else:
-                complete = backend.finish()
-
-        if bus.listeners(Event.BEFORE_OPTIMIZER_STEP):
-            bus.emit(Event.BEFORE_OPTIMIZER_STEP, step)
-        result = backend.update(step)
-        if bus.listeners(Event.AFTER_OPTIMIZER_STEP):
-            bus.emit(Event.AFTER_OPTIMIZER_STEP, step)
-        backend.end_step()
+        for _ in backend.updates(step, window):  # usually one; with several optimizers, one for each that is due
+            batches, result = self._run_update(window, step)
 
         state.step = step = step + 1
         state.batch += batches
@@ -172,6 +156,29 @@ class Loop:
             entries = result.loss or [e for e in result.entries if e.name == "loss"]
             loss = LazyScalar(lambda: weighted_means({"loss": entries}, self.backend).get("loss", float("nan")))
             bus.emit(Event.STEP_END, step, loss)
+
+    def _run_update(self, window: Iterable[DeviceBatch], step: int) -> tuple[int, StepResult]:
+        """Gradients over a window and one optimizer update; returns the number of micro-batches as well."""
+        bus, backend = self.bus, self.backend
+        complete = False
+        while not complete:  # the backend may ask to repeat the step: non-finite gradients, or out of memory
+            batches = 0
+            for batch in window:
+                if not backend.accumulate(batch):
+                    break
+                batches += 1
+                if bus.listeners(Event.SUBSTEP_END):
+                    bus.emit(Event.SUBSTEP_END, step)
+            else:
+                complete = backend.finish()
+
+        if bus.listeners(Event.BEFORE_OPTIMIZER_STEP):
+            bus.emit(Event.BEFORE_OPTIMIZER_STEP, step)
+        result = backend.update(step)
+        if bus.listeners(Event.AFTER_OPTIMIZER_STEP):
+            bus.emit(Event.AFTER_OPTIMIZER_STEP, step)
+        backend.end_step()
+        return batches, result
 
     def _at_boundary(self, epoch: int | None = None) -> None:
         """Log, evaluate and save what was requested. `epoch` is the number of epochs done, at the end of one."""
@@ -266,8 +273,8 @@ class Loop:
         counts = self.backend.verify(state.step)
         self._reduce_counters()
         metrics = {f"train/{name}": value for name, value in (self._drain() | counts).items()}
-        if self._lr is not None:
-            metrics["train/lr"] = float(self._lr)
+        rates = self._lr if isinstance(self._lr, Mapping) else {"lr": self._lr}
+        metrics |= {f"train/{name}": float(lr) for name, lr in rates.items() if lr is not None}
         metrics["train/epoch"] = self._progress()
         if state.bad_samples:
             metrics["train/bad_samples"] = state.bad_samples

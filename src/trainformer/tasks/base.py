@@ -10,14 +10,14 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from trainformer.core import Loss
+from trainformer.core import Loss, OptimizerConfig
 from trainformer.data.metadata import DatasetInfo
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import Dataset
 
-__all__ = ["DatasetInfo", "Loss", "Task", "TaskBase", "provides"]
+__all__ = ["DatasetInfo", "Loss", "OptimizerConfig", "Task", "TaskBase", "provides"]
 
 
 @runtime_checkable
