@@ -158,6 +158,11 @@ class ShardedStrategy(DataParallel):
         total = squares[0] if len(squares) == 1 else squares[0] + squares[1].to(squares[0].device)
         return total.sqrt().to(self._device, torch.promote_types(grads[0].dtype, torch.float32))
 
+    def full_gradient(self, parameter: Tensor) -> Tensor | None:
+        """The gradient put together from its shards."""
+        grad: Any = parameter.grad
+        return grad.full_tensor() if is_dtensor(grad) else grad
+
     def sync_found_inf(self, found_inf: Tensor) -> None:
         if self._root is not None:
             dist.all_reduce(found_inf, dist.ReduceOp.MAX)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -180,7 +181,7 @@ class SeveralOptimizers(TorchBackend):
                 for _ in rest:
                     pass
                 continue
-            self._outputs = (_computed(found) for found in _chain(output, rest))
+            self._outputs = (self._computed(found) for found in chain((output,), rest))
             yield self.active
         for i in range(1, len(window)):
             late = self._advance(i, window)
@@ -204,6 +205,11 @@ class SeveralOptimizers(TorchBackend):
         if found is None or found[0] is not optimizer:
             raise _uneven(f"a loss for {optimizer.name!r}", "none" if found is None else found[0].name)
         return found[1]
+
+    def _computed(self, output: Any) -> Any:
+        """A yielded loss; a function is called now, so that it costs nothing when its optimizer is not due."""
+        is_function = callable(output) and not isinstance(output, Tensor)
+        return self.strategy.wrapped(lambda _: output())(None) if is_function else output
 
     def _backward(self, loss: Tensor) -> None:
         """Compute gradients of the active optimizer's parameters only."""
@@ -303,16 +309,6 @@ def _groups_of(name: str, config: OptimizerConfig) -> list[dict[str, Any]]:
         what = f"params of the optimizer {name!r} to hold trainable parameters"
         raise BadArgument(expected(what, "none", "Is the module frozen, or was the iterator used before?"))
     return groups
-
-
-def _computed(output: Any) -> Any:
-    """A yielded loss; a function is called now, so that it costs nothing when its optimizer is not due."""
-    return output() if callable(output) and not isinstance(output, Tensor) else output
-
-
-def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest
 
 
 def _uneven(what: str, received: str) -> BadArgument:

@@ -225,7 +225,7 @@ def _backward(
     kinds: dict[str, str] = {}
     for optimizer, loss in dry_run.gradients(batch):
         losses[f"{optimizer} loss".strip()] = loss, backend.window_weight()
-        for p in backend.parameters:
+        for p in backend.active.parameters:
             if id(p) not in backend.names:
                 continue
             grad = backend.strategy.full_gradient(p)
@@ -256,7 +256,7 @@ def _exactness(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: Check
         return
     ends: list[dict[str, Any]] = []
     for _ in range(2):
-        run.restore_trained(saved)
+        run.restore_trained(cloned(saved))  # a sharded optimizer keeps the tensors that it is given
         dry_run.step(batch)
         dry_run.step(batch)  # the first step of Adam is nearly the sign of the gradient, and hides small differences
         ends.append(cloned(run.task.model.state_dict() | _beside_model(run)))
