@@ -1,11 +1,13 @@
 """Several optimizers per task: the same numbers as a hand-written loop, however a step is sliced or written."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 from several_optimizers import FILES, found, make_trainer
@@ -69,6 +71,14 @@ class Yields(Pair):
 
 
 class Manual(Pair):
+    def configure_optimizers(self):
+        configs = super().configure_optimizers()
+        # By name, it would be a schedule over as many updates as there are steps.
+        configs["generator"] = dataclasses.replace(
+            configs["generator"], every=1, scheduler=lambda optimizer: LambdaLR(optimizer, lambda n: 1 - n / 5)
+        )
+        return configs
+
     def manual_step(self, batch, optimizers):
         critic, generator = optimizers["critic"], optimizers["generator"]
         critic.backward(self.critic_loss(batch))
@@ -109,7 +119,7 @@ def by_hand():
     task, order = Functions(), make(Functions())
     critic = torch.optim.Adam(task.critic.parameters(), lr=1e-2)
     generator = torch.optim.SGD(task.model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(generator, lambda n: 1 - n / 5)  # 16 steps have five updates
+    schedule = LambdaLR(generator, lambda n: 1 - n / 5)  # 16 steps have five updates
     losses, step = {"critic": [], "generator": []}, 0
     for epoch in range(2):
         for batch in run_of(order).train_source.batches(epoch):
@@ -456,6 +466,7 @@ MISTAKES = {
     "layer_decay": (Functions(), {"layer_decay": 0.5}, "no layer_decay"),
     "retry with yields": (Yields(), {"nonfinite": "retry"}, "critic_step, generator_step"),
     "repeat with yields": (configured(only(repeat=2), Yields), {}, "no `step` and no `repeat`"),
+    "manual every": (configured(Functions.configure_optimizers, Manual), {}, "no `every`, `repeat` or `step`"),
     "manual accumulation": (Manual(), {"accumulation_steps": 2}, "accumulation_steps=1 with manual_step"),
     "manual without optimizers": (NoConfiguration(), {}, "configure_optimizers on a task with manual_step"),
     "a pipeline": (Functions(), {"strategy": "pipeline"}, "'single', 'ddp' or 'fsdp'"),

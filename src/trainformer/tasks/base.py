@@ -46,6 +46,7 @@ class TaskBase:
 
     Some optional members have no default here, because their presence changes what the trainer does:
     ``predict_step(batch)`` returns rows for `Trainer.predict` (otherwise `eval_step` is used),
+    ``configure_optimizers()`` declares several named optimizers (see docs/several-optimizers.md),
     ``set_train_mode(train)`` replaces ``model.train(train)``, and the class attribute ``open_set = True`` allows
     validation classes that do not occur in training.
 

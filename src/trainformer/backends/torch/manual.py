@@ -88,6 +88,11 @@ class ManualOptimization(SeveralOptimizers):
         self._entries: list[Entry] = []
 
     def _find_functions(self) -> dict[str, Callable[[Any], Any]]:
+        for name, optimizer in self.optimizers.items():
+            config = optimizer.config
+            if (config.every, config.repeat, config.step) != (1, 1, None):
+                what = f"no `every`, `repeat` or `step` for {name!r} with manual_step, which decides that itself"
+                raise BadArgument(expected(what, f"every={config.every}, repeat={config.repeat}, step={config.step}"))
         return {}
 
     def new_window(self) -> AccumulationWindow:
@@ -143,7 +148,7 @@ class ManualOptimization(SeveralOptimizers):
         if not self._is_single:
             sums = window.weight_and_sum(self.device)
             if not window.entries:  # gradients that the task computed by itself count as means of equal weight
-                sums[0] = self._reference
+                sums[0] = self._reference or 1.0
                 window.global_samples = None
             self.strategy.piggyback_stats(None, torch.cat([sums, sums.new_zeros(1)]))
         SeveralOptimizers.finish(self)

@@ -18,9 +18,10 @@ def named_parameters(task: Any) -> dict[str, nn.Parameter]:
     model: nn.Module = task.model
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     parameters = getattr(task, "parameters", None)
+    given: Iterable[nn.Parameter] | None
     if hasattr(task, "configure_optimizers"):  # which must cover all of them
         held = [p for module in modules_of(task).values() for p in module.parameters()]
-        given = iter([*held, *(p for p in vars(task).values() if isinstance(p, nn.Parameter))])
+        given = [*held, *(p for p in vars(task).values() if isinstance(p, nn.Parameter))]
     else:
         given = parameters() if callable(parameters) else None
     if given is None:
@@ -46,10 +47,11 @@ def params_of(params: Any) -> list[dict[str, Any]] | None:
     """
     if isinstance(params, nn.Module):
         params = params.parameters()
-    items = [params] if isinstance(params, nn.Parameter) else params
-    if not isinstance(items, Iterable) or isinstance(items, (str, Mapping)):
+    if isinstance(params, nn.Parameter):
+        params = [params]
+    if not isinstance(params, Iterable) or isinstance(params, (str, Mapping)):
         return None
-    items = list(items)
+    items: list[Any] = list(params)
     if all(isinstance(p, torch.Tensor) for p in items):
         return [{"params": [p for p in items if p.requires_grad]}]
     if not all(isinstance(group, Mapping) and "params" in group for group in items):

@@ -62,7 +62,7 @@ class NamedOptimizer(ActiveOptimizer):
 class SeveralOptimizers(TorchBackend):
     """The torch backend for a task with several named optimizers."""
 
-    optimizers: dict[str, NamedOptimizer]
+    optimizers: dict[str, NamedOptimizer]  # type: ignore[assignment]
     active: NamedOptimizer
 
     def __init__(self, task: Any, settings: RunSettings, strategy: Strategy, reduces_rows: bool = True) -> None:
@@ -134,11 +134,12 @@ class SeveralOptimizers(TorchBackend):
                     what = f"no `step` and no `repeat` for {name!r} with a train_step that yields losses"
                     raise BadArgument(expected(what, optimizer.config, "Yield its loss as often as it should step."))
                 continue
-            if not callable(given or method):
+            function = given or method
+            if not callable(function):
                 do = f"Define {name}_step(self, batch), or make train_step yield ({name!r}, loss)."
                 what = f"{type(self.task).__name__} to have a loss function for the optimizer {name!r}"
                 raise BadArgument(expected(what, "none", do))
-            functions[name] = self.strategy.wrapped(given or method)
+            functions[name] = self.strategy.wrapped(function)
         return functions
 
     def schedule_for(self, total_steps: int | None) -> None:
