@@ -48,6 +48,7 @@ class NamedOptimizer(ActiveOptimizer):
         self.name = name
         self.config = config
         self.updates = 0
+        self.used_lr: float | None = None  # in the last update; a scheduler may have changed it since
 
     def is_due(self, step: int | None) -> bool:
         """Whether it is updated in the step after `step` steps; always in a trial step (None)."""
@@ -225,6 +226,7 @@ class SeveralOptimizers(TorchBackend):
         active, earlier = self.active, self._result
         result = super().update(active.updates)
         active.updates += 1
+        active.used_lr = result.lr
         is_loss = active is self.primary
         entries = [] if earlier is None else earlier.entries
         entries += named_entries(result.entries, active.name, is_loss)
@@ -237,7 +239,8 @@ class SeveralOptimizers(TorchBackend):
 
     def learning_rates(self) -> dict[str, float]:
         """Learning rates by their names in the log."""
-        return {"lr": self.primary.lr} | {f"{name}/lr": o.lr for name, o in self.optimizers.items()}
+        rates = {n: o.lr if o.used_lr is None else o.used_lr for n, o in self.optimizers.items()}
+        return {"lr": rates[self.primary.name]} | {f"{name}/lr": lr for name, lr in rates.items()}
 
     @property
     def _is_first_update(self) -> bool:
