@@ -65,7 +65,7 @@ class WGAN(TaskBase):
         real = batch["image"]
         with torch.no_grad():
             fake = self.model(batch["noise"])
-        between = torch.lerp(fake, real, batch["mix"]).requires_grad_()
+        between = (fake + batch["mix"] * (real - fake)).requires_grad_()
         (slope,) = torch.autograd.grad(self.critic(between).sum(), between, create_graph=True)
         penalty = (slope.norm(dim=1) - 1).square()
         gap = self.critic(real) - self.critic(fake)
