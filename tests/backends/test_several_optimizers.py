@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from several_optimizers import FILES, found, make_trainer
 from trainformer import Loss, OptimizerConfig, Trainer
-from trainformer.callbacks import EMA, LRFinder
+from trainformer.callbacks import EMA, GradientMonitor, LRFinder, LRMonitor, Throughput
 from trainformer.core.errors import BadArgument, NonFiniteError
 from trainformer.run import run_of
 from trainformer.tasks import TaskBase
@@ -517,3 +517,11 @@ def test_one_optimizer_may_be_configured_as_in_lightning(by_hand):
         trainer = make(One(style), max_steps=4)
         trainer.fit()
         assert trainer.active_optimizer.param_groups[0]["lr"] == pytest.approx(lr)
+
+
+def test_monitors_work_with_several_optimizers():
+    """FLOPs of a step with a gradient penalty cannot be counted, which is no reason to fail."""
+    trainer = make_trainer("gan", epochs=1, callbacks=[GradientMonitor(), LRMonitor(), Throughput()])
+    trainer.fit()
+    assert "train/steps_per_second" in trainer.state.log_history[-1]
+    assert list(trainer.active_optimizers) == ["critic", "generator"]
