@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from several_optimizers import FILES, found, make_trainer
 from trainformer import Loss, OptimizerConfig, Trainer
 from trainformer.callbacks import EMA, GradientMonitor, LRFinder, LRMonitor, Throughput
-from trainformer.core.errors import BadArgument, NonFiniteError
+from trainformer.core.errors import BadArgument, DataError, NonFiniteError
 from trainformer.run import run_of
 from trainformer.tasks import TaskBase
 
@@ -431,6 +431,11 @@ class Uneven(Yields):
         yield ("critic", self.critic_loss(batch)) if self.calls % 2 else ("generator", self.generator_loss(batch))
 
 
+class Nothing(Yields):
+    def train_step(self, batch):
+        yield "generator", self.generator_loss(batch)
+
+
 class Forgotten(Manual):
     def manual_step(self, batch, optimizers):
         optimizers["critic"].backward(self.critic_loss(batch))
@@ -461,6 +466,14 @@ MISTAKES = {
     "every=0": (configured(only(every=0)), {}, "every of the optimizer 'critic' to be an integer of at least 1"),
     "nothing every step": (configured(only(every=2)), {}, "every=1"),
     "a negative rate": (configured(only(lr=-1.0)), {}, "lr of the optimizer 'critic'"),
+    "a rate beside an instance": (
+        configured(lambda task: {
+            "critic": OptimizerConfig(params=task.critic, optimizer=torch.optim.SGD(task.critic.parameters()), lr=1.0)
+        }), {}, "no lr beside an instance"),
+    "other parameters than the instance": (
+        configured(lambda task: {
+            "critic": OptimizerConfig(params=task.critic, optimizer=torch.optim.SGD(task.model.parameters()))
+        }), {}, "params of 'critic' to be those of its optimizer"),
     "no function": (NoFunctions(), {}, r"Define critic_step\(self, batch\), or make train_step yield"),
     "an optimizer for all": (Functions(), {"optimizer": torch.optim.SGD(net(1, 1).parameters())}, "no one optimizer"),
     "layer_decay": (Functions(), {"layer_decay": 0.5}, "no layer_decay"),
@@ -475,6 +488,7 @@ MISTAKES = {
 LATE = {
     "a misspelt name": (WrongName(), {}, "critic, generator, received 'critc'. Did you mean 'critic'"),
     "uneven": (Uneven(), {"accumulation_steps": 2, "batch_size": 4}, "same optimizers in the same order"),
+    "nothing is due": (Nothing(), {}, "that is due in every step"),
     "a forgotten step": (Forgotten(), {}, r"step\(\) or zero_grad\(\) after backward"),
     "the learning rate finder": (Functions(), {"callbacks": [LRFinder(num_steps=10)]}, "several optimizers"),
 }
@@ -492,6 +506,23 @@ def test_mistakes_in_a_step_are_explained(name):
     task, settings, message = LATE[name]
     with pytest.raises(BadArgument, match=message):
         make(task, **settings).fit()
+
+
+def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path):
+    make(Functions(), run_dir=str(tmp_path), max_steps=2, save_every=1).fit()
+
+    class Renamed(Functions):
+        def configure_optimizers(self):
+            critic, generator = super().configure_optimizers().values()
+            return {"critic": critic, "artist": generator}
+
+        artist_step = Functions.generator_step
+
+    task = Renamed()
+    before = weights(task)
+    with pytest.raises(DataError, match="artist"):
+        make(task, max_steps=4, resume=str(tmp_path)).fit()
+    assert largest_difference(weights(task), before) == 0
 
 
 def test_one_optimizer_may_be_configured_as_in_lightning(by_hand):

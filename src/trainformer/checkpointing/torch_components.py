@@ -43,7 +43,11 @@ def torch_components(
         _model(task, backend),
         *(_optimizer(strategy, name, o.optimizer) for name, o in backend.optimizers.items()),
         *(_schedule(name, o.schedule) for name, o in backend.optimizers.items()),
-        StateComponent("backend", StatefulAdapter(backend.state_dict, backend.load_state_dict), required=False),
+        StateComponent(
+            "backend",
+            StatefulAdapter(backend.state_dict, backend.load_state_dict, backend.check_state),
+            required=False,
+        ),
         *common,
         StateComponent("rng", StatefulAdapter(capture_random, restore_random), SharingPattern.PER_RANK, required=False),
     ]

@@ -491,6 +491,9 @@ class TorchBackend:
             "pieces": self.splitter.pieces,
         }
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise if `load_state_dict` would fail. Called before anything is loaded."""
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of `state_dict`."""
         if self.precision.scaler is not None and state["scaler"]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trainformer.backends.torch.active_optimizer import ActiveOptimizer
 from trainformer.backends.torch.backend import TorchBackend
 from trainformer.backends.torch.optimizers import make_optimizer, params_of
-from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.core.types import DeviceBatch, Entry, OptimizerConfig, StepResult
 
 if TYPE_CHECKING:
@@ -95,7 +95,9 @@ class SeveralOptimizers(TorchBackend):
             groups = _groups_of(name, config)
             self._check_known(name, groups)
             optimizer = config.optimizer
-            if not isinstance(optimizer, torch.optim.Optimizer):
+            if isinstance(optimizer, torch.optim.Optimizer):
+                _check_instance(name, config, groups)
+            else:
                 lr = settings.lr if config.lr is None else config.lr
                 decay = settings.weight_decay if config.weight_decay is None else config.weight_decay
                 spec = settings.optimizer if optimizer is None else optimizer
@@ -158,7 +160,13 @@ class SeveralOptimizers(TorchBackend):
         """The optimizers that are due in this step, in order. None: a trial step, in which all are."""
         self._result = None
         if self._yields:
-            yield from self._yielded(step, list(window))
+            due = False
+            for optimizer in self._yielded(step, list(window)):
+                due = True
+                yield optimizer
+            if not due:
+                what = f"train_step to yield a loss of an optimizer that is due in every step ({self.primary.name})"
+                raise BadArgument(expected(what, "none"))
         else:
             for optimizer in self.optimizers.values():
                 for _ in range(optimizer.config.repeat if optimizer.is_due(step) else 0):
@@ -248,6 +256,15 @@ class SeveralOptimizers(TorchBackend):
 
     # -- state ---------------------------------------------------------------------------------------------
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise if a state is of other optimizers."""
+        saved = state.get("updates", {})
+        if saved.keys() != self.optimizers.keys():
+            raise DataError(
+                f"The checkpoint's optimizers do not fit: it has {', '.join(saved) or 'a single one'}, the task "
+                f"configures {', '.join(self.optimizers)}. Nothing was loaded."
+            )
+
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "updates": {name: o.updates for name, o in self.optimizers.items()}}
 
@@ -302,6 +319,18 @@ def named_entries(entries: Iterable[Entry], name: str, is_loss: bool) -> list[En
     """Entries under the name of their optimizer; `is_loss`: its loss is also the loss of the step."""
     made = [entry._replace(name=f"{name}/{entry.name}") for entry in entries]
     return made + [entry for entry in entries if is_loss and entry.name == "loss"]
+
+
+def _check_instance(name: str, config: OptimizerConfig, groups: Sequence[Mapping[str, Any]]) -> None:
+    """An optimizer that exists already has a learning rate and parameters of its own."""
+    for field in ("lr", "weight_decay"):
+        if getattr(config, field) is not None:
+            do = "Set it in the optimizer."
+            raise BadArgument(expected(f"no {field} beside an instance for the optimizer {name!r}", "one", do))
+    own = {id(p) for group in config.optimizer.param_groups for p in group["params"] if p.requires_grad}
+    if own != {id(p) for group in groups for p in group["params"]}:
+        do = "Pass the optimizer itself instead of an OptimizerConfig, or the same parameters to both."
+        raise BadArgument(expected(f"params of {name!r} to be those of its optimizer", "others", do))
 
 
 def _groups_of(name: str, config: OptimizerConfig) -> list[dict[str, Any]]:
