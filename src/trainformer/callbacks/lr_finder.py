@@ -48,7 +48,7 @@ class LRFinder:
         """Run the test, unless this run is resumed."""
         if self.suggested_lr is not None or trainer.state.step > 0:
             return
-        if hasattr(trainer.task, "configure_optimizers"):
+        if hasattr(getattr(trainer, "task", None), "configure_optimizers"):
             raise BadArgument(
                 "LRFinder varies one learning rate, but the task configures several optimizers. Leave it out."
             )

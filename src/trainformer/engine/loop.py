@@ -15,7 +15,7 @@ from itertools import chain, islice
 from typing import Any
 
 from trainformer.core.errors import DataError
-from trainformer.core.types import DataSource, DeviceBatch, Entry, StepResult
+from trainformer.core.types import DataSource, DeviceBatch, Entry
 from trainformer.engine.cadence import Cadence
 from trainformer.engine.control import Control
 from trainformer.engine.events import STEP_EVENTS, Event, EventBus
@@ -137,7 +137,24 @@ class Loop:
             bus.emit(Event.STEP_BEGIN, step)
 
         for _ in backend.updates(step, window):  # usually one; with several optimizers, one for each that is due
-            batches, result = self._run_update(window, step)
+            complete = False
+            while not complete:  # the backend may ask to repeat it: non-finite gradients, or out of memory
+                batches = 0
+                for batch in window:
+                    if not backend.accumulate(batch):
+                        break
+                    batches += 1
+                    if bus.listeners(Event.SUBSTEP_END):
+                        bus.emit(Event.SUBSTEP_END, step)
+                else:
+                    complete = backend.finish()
+
+            if bus.listeners(Event.BEFORE_OPTIMIZER_STEP):
+                bus.emit(Event.BEFORE_OPTIMIZER_STEP, step)
+            result = backend.update(step)
+            if bus.listeners(Event.AFTER_OPTIMIZER_STEP):
+                bus.emit(Event.AFTER_OPTIMIZER_STEP, step)
+            backend.end_step()
 
         state.step = step = step + 1
         state.batch += batches
@@ -156,29 +173,6 @@ class Loop:
             entries = result.loss or [e for e in result.entries if e.name == "loss"]
             loss = LazyScalar(lambda: weighted_means({"loss": entries}, self.backend).get("loss", float("nan")))
             bus.emit(Event.STEP_END, step, loss)
-
-    def _run_update(self, window: Iterable[DeviceBatch], step: int) -> tuple[int, StepResult]:
-        """Gradients over a window and one optimizer update; returns the number of micro-batches as well."""
-        bus, backend = self.bus, self.backend
-        complete = False
-        while not complete:  # the backend may ask to repeat the step: non-finite gradients, or out of memory
-            batches = 0
-            for batch in window:
-                if not backend.accumulate(batch):
-                    break
-                batches += 1
-                if bus.listeners(Event.SUBSTEP_END):
-                    bus.emit(Event.SUBSTEP_END, step)
-            else:
-                complete = backend.finish()
-
-        if bus.listeners(Event.BEFORE_OPTIMIZER_STEP):
-            bus.emit(Event.BEFORE_OPTIMIZER_STEP, step)
-        result = backend.update(step)
-        if bus.listeners(Event.AFTER_OPTIMIZER_STEP):
-            bus.emit(Event.AFTER_OPTIMIZER_STEP, step)
-        backend.end_step()
-        return batches, result
 
     def _at_boundary(self, epoch: int | None = None) -> None:
         """Log, evaluate and save what was requested. `epoch` is the number of epochs done, at the end of one."""
