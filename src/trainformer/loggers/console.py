@@ -84,8 +84,9 @@ class ConsoleLogger(BaseLogger):
 
     @staticmethod
     def _print(console: Console, line: str, style: str) -> None:
-        # soft_wrap: a log file wrapped at 80 columns cannot be searched.
-        console.print(Text(line, style=style if console.is_terminal else ""), soft_wrap=True, highlight=False)
+        # A log file wrapped at 80 columns cannot be searched; on a terminal lines are wrapped between words.
+        shown = Text(line, style=style if console.is_terminal else "")
+        console.print(shown, soft_wrap=not console.is_terminal, highlight=False)
 
 
 def format_number(name: str, value: float) -> str:

@@ -46,7 +46,9 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         style = "yellow" if record.levelno >= logging.WARNING else "dim"
-        self._console.print(record.getMessage(), style=style, highlight=False, markup=False, soft_wrap=True)
+        # A line of a log file stays whole; on a terminal it is wrapped between words.
+        whole = not self._console.is_terminal
+        self._console.print(record.getMessage(), style=style, highlight=False, markup=False, soft_wrap=whole)
 
 
 @contextmanager
@@ -93,7 +95,7 @@ def log_start(run: Run) -> None:
     samples = run.train_size
     logger.info(
         "training %s, %s samples, %s steps",
-        run.describe(), samples if samples is not None else "?", total if total is not None else "?",
+        run.describe(), f"{samples:,}" if samples is not None else "?", f"{total:,}" if total is not None else "?",
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from trainformer.backends.torch import gradients, memory, quantize
 from trainformer.backends.torch.accumulation import AccumulationWindow, MemorySplitter
 from trainformer.backends.torch.nonfinite import NonFiniteGuard, RunningStatistics
 from trainformer.backends.torch.optimizers import make_optimizer, modules_of, named_parameters
-from trainformer.backends.torch.placement import Feeder, RequestFlag
+from trainformer.backends.torch.placement import Feeder, RequestFlag, start_copy
 from trainformer.backends.torch.schedules import DecaySchedule, Schedule, make_schedule
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, Mean, StepResult
@@ -446,6 +446,10 @@ class TorchBackend:
         home = self.device if any(t.device == self.device for t in tensors) else tensors[0].device
         values = iter(torch.stack([t.to(home, self._wide, non_blocking=True) for t in tensors]).tolist())
         return [next(values) if isinstance(s, Tensor) else float(s) for s in scalars]
+
+    def start_read(self, scalars: Sequence[Any]) -> Callable[[], list[float] | None]:
+        """Start to copy tensors to the host; see `placement.start_copy`."""
+        return start_copy([torch.as_tensor(s).detach().reshape(()) for s in scalars], self.device)
 
     def fold(self, scalars: Sequence[Any]) -> Any:
         """The sum of tensors and numbers, still on the device."""
