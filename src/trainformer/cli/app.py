@@ -98,9 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _Terminated:
         print("ended by SIGTERM", file=sys.stderr)
         return 128 + signal.SIGTERM
-    except BrokenPipeError:  # the reader of the output has exited; Python would complain again when it exits
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError:  # the reader of the output has exited
+        from trainformer.utils.console import BROKEN_PIPE, ignore_closed_pipe
+
+        ignore_closed_pipe()
+        return BROKEN_PIPE
     except Exception as error:
         if debug:
             raise

@@ -89,10 +89,10 @@ def width() -> int:
 
 
 def _console() -> Console:
-    from rich.console import Console
+    from trainformer.utils.console import PipeConsole
 
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=_WIDE)
+    console = PipeConsole(highlight=False, markup=False)
+    return console if console.is_terminal else PipeConsole(highlight=False, markup=False, width=_WIDE)
 
 
 def print_table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]], title: str | None = None) -> None:

@@ -19,6 +19,7 @@ from trainformer.run.logging import console_messages, log_start
 from trainformer.run.provenance import check_unchanged, fingerprint, record_changes
 from trainformer.run.run import Run
 from trainformer.run.signals import exit_after_signal, handling_signals
+from trainformer.utils.console import INTERRUPTIONS
 
 logger = logging.getLogger("trainformer")
 
@@ -159,7 +160,7 @@ def _open_loggers(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        run.loggers.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+        run.loggers.finish("interrupted" if isinstance(error, INTERRUPTIONS) else "failed")
         raise
     run.loggers.finish(run.outcome())
 

@@ -25,6 +25,7 @@ from trainformer.core.errors import BadArgument, expected
 from trainformer.core.secrets import mask
 from trainformer.engine import Event
 from trainformer.loggers.jsonl import encode_record, truncate_partial_line
+from trainformer.utils.console import INTERRUPTIONS
 
 if TYPE_CHECKING:
     from trainformer.run.folder import NoFolder, RunFolder
@@ -185,7 +186,7 @@ class RunRecords:
             yield
         except BaseException as error:
             self.check_faults()
-            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            status = "interrupted" if isinstance(error, INTERRUPTIONS) else "failed"
             self.add("ended", {"status": status, "error": f"{type(error).__name__}: {error}".removesuffix(": ")})
             raise
         self.check_faults()

@@ -47,8 +47,8 @@ _ELSEWHERE = {
 def log_metric(name: str, value: Any, weight: Any = None, **unknown: Any) -> None:
     """Log a value from inside `train_step` or `eval_step`, as ``train/<name>`` or ``val/<name>``.
 
-    `value` is a number or a scalar tensor, a mean over `weight` (default: the number of samples of the batch), or a pair
-    ``(sum, weight)``. Nothing syncs with the device. Tasks that inherit from `TaskBase` can call ``self.log``.
+    `value` is a number or a scalar tensor, a mean over `weight` (default: the number of samples of the batch), or a
+    pair ``(sum, weight)``. Nothing syncs with the device. Tasks that inherit from `TaskBase` can call ``self.log``.
 
     >>> import torch, trainformer
     >>> class Line:

@@ -102,7 +102,7 @@ def check_run(run: TorchRun, raise_on_failure: bool = True) -> CheckReport:
     finally:
         restore_random(random)
         run.backend.begin_training()
-    run.console.print(report.table())
+    _print(run.console, report.table())
     if raise_on_failure and not report.ok:
         lines = "\n".join(f"- {f.question}: {f.message}" for f in report.failures)
         raise CheckFailed(f"{len(report.failures)} of {len(report.findings)} checks failed:\n{lines}")
@@ -346,6 +346,15 @@ def _words(error: Exception) -> str:
 
 def _some(names: list[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _print(console: Console, table: Table) -> None:
+    """As wide as the terminal; elsewhere as wide as the table, so that a line of a log file is a whole one."""
+    usual = console.width
+    if not console.is_terminal and not console.is_jupyter:
+        console.width = 10_000
+    console.print(table)
+    console.width = usual
 
 
 def _duration(seconds: float) -> str:
