@@ -25,8 +25,8 @@ class ProgressBar:
     """Progress bar with steps, time left, loss, learning rate and throughput, and a second bar while evaluating.
 
     The loss is that of a step a moment ago: its copy to the host is started and polled, so that nothing waits for the
-    device. Throughput is that of the last ten seconds. Draws nothing if the output is not a terminal; the console logger writes
-    lines to log files instead. In a notebook it also plots the training loss and the monitored metric.
+    device. Throughput is that of the last ten seconds. Draws nothing if the output is not a terminal; the console
+    logger writes lines to log files instead. In a notebook it also plots the training loss and the monitored metric.
     """
 
     sets_control = False
