@@ -197,7 +197,9 @@ def paragraph(error: BaseException) -> str:
     from trainformer.core.errors import TrainformerError
 
     known = isinstance(error, TrainformerError | OSError)
-    text = mask_text(str(error) if known else f"{type(error).__name__}: {error} (--debug shows the traceback)")
+    notes = " ".join(getattr(error, "__notes__", ()))  # which callback raised it, for instance
+    said = f"{error} {notes}".strip()
+    text = mask_text(said if known else f"{type(error).__name__}: {said} (--debug shows the traceback)")
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     return textwrap.fill(f"error: {' '.join(text.split())}", width, break_long_words=False, break_on_hyphens=False)
 

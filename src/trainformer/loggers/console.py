@@ -111,6 +111,8 @@ def format_number(name: str, value: float) -> str:
         return f"{value:,.0f}" if size >= 10 else f"{value:.2f}"
     if last.endswith("norm") and (value == 0 or 0.01 <= size < 1000):
         return f"{value:.2f}"
+    if last.endswith(("_gb", "seconds")) and size >= 0.01:
+        return f"{value:.2f}"
     if value != 0 and not 1e-3 <= size < 1e6:
         return f"{value:.2e}"
     if size < 10:

@@ -15,7 +15,7 @@ from trainformer.engine import Event, Loop
 from trainformer.loggers.base import BaseLogger, MultiLogger
 from trainformer.loggers.registry import make_loggers
 from trainformer.run.folder import NoFolder, RunFolder, choose_folder
-from trainformer.run.logging import console_messages, log_start
+from trainformer.run.logging import console_messages, log_resume, log_start
 from trainformer.run.provenance import check_unchanged, fingerprint, record_changes
 from trainformer.run.run import Run
 from trainformer.run.signals import exit_after_signal, handling_signals
@@ -114,8 +114,7 @@ def _resume(run: Run, checkpointer: Checkpointer, folder: RunFolder) -> None:
         # With a path, load_components applies to the first start only: an interrupted run resumes completely.
         checkpointer.load(own, settings.load_components if settings.resume == "auto" else None)
         run.records.resumed_from = str(own.path)
-        hint = run.options.fresh_start_hint
-        logger.info("resuming from %s (step %d); %s to start from scratch", own.path, run.state.step, hint)
+        log_resume(run, own, folder.path)
     elif settings.resume != "auto":
         run.load(Path(str(settings.resume)), settings.load_components)
 

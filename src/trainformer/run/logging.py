@@ -24,16 +24,27 @@ from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.secrets import mask
 from trainformer.engine import Event
+from trainformer.live.runs import read_status
 from trainformer.loggers.jsonl import encode_record, truncate_partial_line
+from trainformer.run.provenance import differences
 from trainformer.utils.console import INTERRUPTIONS
+from trainformer.utils.text import duration
 
 if TYPE_CHECKING:
+    from trainformer.checkpointing import Checkpoint
     from trainformer.run.folder import NoFolder, RunFolder
     from trainformer.run.run import Run
 
 logger = logging.getLogger("trainformer")
 
 RECORDS_FILE = "records.jsonl"
+# How the last process ended, by its status.
+_ENDED = {
+    "running": ": the last process was killed",
+    "failed": ": the last process failed",
+    "interrupted": ": the last process was interrupted",
+    "finished": ": the run had finished",
+}
 _RESERVED = {"time", "step", "kind"}
 
 
@@ -76,6 +87,27 @@ def log_handler(handler: logging.Handler) -> Iterator[None]:
         logger.removeHandler(handler)
         logger.setLevel(level)
         handler.close()
+
+
+def log_resume(run: Run, checkpoint: Checkpoint, folder: Path) -> None:
+    """Where the run continues, how the last process ended, and what is different now."""
+    if not run.process_group.is_main:
+        return
+    state, manifest, total = run.state, checkpoint.manifest, run.total_steps()
+    where = [f"step {state.step:,}" if total is None else f"step {state.step:,} of {total:,}"]
+    if total is None or state.step < total:
+        where.append(f"epoch {state.epoch + 1}")
+    if manifest.time:
+        where.append(f"saved {duration(max(0.0, time.time() - manifest.time))} ago")
+    if state.seconds >= 1:
+        where.append(f"{duration(state.seconds)} of training so far")
+    ended = _ENDED.get(read_status(folder).get("status", ""), "")
+    logger.info(
+        "resuming from %s (%s)%s. To start from scratch, %s.",
+        checkpoint.path, ", ".join(where), ended, run.options.fresh_start_hint,
+    )  # fmt: skip
+    if changed := differences(run, folder, manifest):
+        logger.info("different from last time: %s", ", ".join(changed))
 
 
 def log_start(run: Run) -> None:

@@ -26,6 +26,7 @@ from trainformer.engine import Cadence
 from trainformer.run.torch.dry_run import DryRun
 from trainformer.run.torch.run import TorchRun
 from trainformer.tasks.base import provides
+from trainformer.utils.text import duration
 
 Status = Literal["ok", "warning", "failed"]
 _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "failed": "[bold red]failed[/]"}
@@ -269,7 +270,7 @@ def _costs(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: CheckRepo
     total = run.total_steps()
     if total is not None:
         report.estimated_seconds = report.seconds_per_step * (total - run.state.step)
-        text += f", {_duration(report.estimated_seconds)} for {total - run.state.step:,} steps without evaluations"
+        text += f", {duration(report.estimated_seconds)} for {total - run.state.step:,} steps without evaluations"
     report.add("cost", [], text)
 
 
@@ -355,9 +356,3 @@ def _print(console: Console, table: Table) -> None:
         console.width = 10_000
     console.print(table)
     console.width = usual
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
