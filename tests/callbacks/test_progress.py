@@ -73,7 +73,9 @@ class Clock:
 
 def shown(file):
     """The last line that was drawn for training, without colours."""
-    drawn = [line for line in re.split(r"[\r\n]", re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", file.getvalue())) if line.strip()]
+    drawn = [
+        line for line in re.split(r"[\r\n]", re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", file.getvalue())) if line.strip()
+    ]
     return [line for line in drawn if "epoch" in line][-1]
 
 

@@ -145,7 +145,9 @@ def _reporting_errors(run: Run) -> Iterator[None]:
         run.loop = None
     control = run.control
     if control.should_stop:
-        logger.info("stopped at step %d by %s: %s", run.state.step, control.stopped_by, control.stop_reason)
+        resumes = control.ending_signal is not None and run.checkpointer is not None and run.settings.resume == "auto"
+        again = ". The same command resumes the run." if resumes else ""
+        logger.info("stopped at step %d by %s: %s%s", run.state.step, control.stopped_by, control.stop_reason, again)
 
 
 @contextmanager
