@@ -13,6 +13,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "trainformer.trainer": ["Trainer"],
+        "trainformer.backends.torch.logged_values": ["log_metric"],
         "trainformer.core.types": ["Loss", "OptimizerConfig"],
         "trainformer.tasks.base": ["DatasetInfo", "Task", "TaskBase"],
         "trainformer.context": ["PipelineConfig", "PipelineContext"],

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from torch import Tensor
 
 from trainformer.backends.torch.export import export_model
@@ -20,6 +19,7 @@ from trainformer.run.fit import fit
 from trainformer.run.torch.api import TorchTrainerApi
 from trainformer.run.torch.preflight import CheckReport, check_run
 from trainformer.tasks.base import provides
+from trainformer.utils.console import PipeConsole
 
 
 @dataclass(eq=False, repr=False)
@@ -61,7 +61,7 @@ class Trainer(RunSettings, TorchTrainerApi):
 
     def __post_init__(self) -> None:
         callbacks = CallbackList(self.callbacks)
-        console = Console(quiet=not is_main_process())
+        console = PipeConsole(quiet=not is_main_process())
         if is_main_process() and _names_console(self.log) and not any(isinstance(cb, ProgressBar) for cb in callbacks):
             callbacks.add(ProgressBar(console))
         self._run = TorchRun(

@@ -158,12 +158,33 @@ def test_signal_handlers_are_restored(capsys):
     assert capsys.readouterr().out == "no runs in runs\n"
 
 
-@pytest.mark.parametrize("words", ["completion bash", "ctl list"])
+@pytest.mark.parametrize("words", ["completion bash", "ctl list", "tasks"])
 def test_a_closed_pipe_is_no_error(words):
-    """`trainformer ... | true`, with more output than a pipe buffers, and with little that is flushed at the end."""
+    """`trainformer ... | true`: much output, little that is flushed at the end, and tables. As if ended by SIGPIPE."""
     text = f"{sys.executable} -m trainformer.cli {words} | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("1\n", "")
+    assert (done.stdout, done.stderr) == ("141\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("doctor --jsn", "Did you mean --json?"),
+        ("evaluate run --batch 3", "Here it is --batch-size."),
+        ("predict run data --batchsize 3", "Did you mean --batch-size?"),
+        ("resume run --num-epochs 3", "Here it is --epochs."),
+        ("launch --nproc-per-node 2 train.py", "Here it is --nproc."),
+        ("ckpt list run --jsno", "Did you mean --json?"),
+        ("ckpt lst run", "Did you mean 'list'?"),
+        ("ctl sav run", "Did you mean 'save'?"),
+        ("runs --frobnicate", "`trainformer runs --help` lists the options."),
+    ],
+)
+def test_an_unknown_option_of_any_command_gets_a_hint(capsys, words, hint):
+    with pytest.raises(SystemExit) as ended:
+        app.main(words.split())
+    assert ended.value.code == 2
+    assert hint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(89, "89 s"), (3540, "59 min"), (172_000, "47 h 47 min"), (None, "?")])

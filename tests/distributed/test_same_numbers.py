@@ -42,5 +42,7 @@ def test_losses_fall_and_every_sample_counts_once_per_epoch(results):
         losses = results[4][0][f"{run} train/loss"]
         assert losses[-3:].mean() < losses[:3].mean()
         assert results[4][3][f"{run} counts"][1] == samples
+    assert len(results[4][0]["mlp,fsdp train/positive"]) == 15  # values that the task logs itself
+    assert torch.allclose(results[4][1]["mlp,ddp val/logged"], results[1][0]["mlp,ddp val/loss"], rtol=0, atol=1e-12)
     assert results[4][2]["mlp,ddp val/rows"].unique().tolist() == [13]
     assert torch.unique(results[2][0]["mlp,ddp val/ordered"]).numel() == 3  # one evaluation an epoch, each its own

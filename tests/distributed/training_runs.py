@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from text_toys import chat_tokenizer, llama
 from toys import MeanTask, classes
-from trainformer import Trainer
+from trainformer import Trainer, log_metric
 from trainformer.adapters import LoRA
 from trainformer.backends.torch.state import gathered
 from trainformer.run import run_of
@@ -26,10 +26,19 @@ QUIET = {"log": "none", "device": "cpu", "precision": "no", "resume": None, "sav
 class RowsTask(MeanTask):
     """Has metrics of every kind, and one of the whole set that depends on the order of its rows."""
 
+    logs = True  # values of its own, which a pipeline refuses
+
+    def train_step(self, batch: Any) -> Tensor:
+        if self.logs:
+            log_metric("positive", (batch[0][batch[1] > 0].sum(), (batch[1] > 0).sum()))
+        return super().train_step(batch)
+
     def eval_step(self, batch: Any) -> dict[str, Any]:
         x, y = batch
         logits = self.model(x)
         losses = F.cross_entropy(logits, y, reduction="none")
+        if self.logs:
+            log_metric("logged", losses.mean())
         return {"loss": losses.mean(), "pair": (losses[y > 0].sum(), (y > 0).sum()), "logits": logits, "label": y}
 
     def on_eval_end(self, rows: dict[str, Tensor]) -> dict[str, float]:
@@ -48,9 +57,9 @@ def run_mlp(strategy: Any, **options: Any) -> Trainer:
     """37 samples in batches of 8: the last one has 5; 13 to evaluate on in batches of 4: the last one has 1."""
     settings = {"epochs": 3, "batch_size": 8, "eval_batch_size": 4, "lr": 0.02, "log_every": 1, "gradient_clip": 0.5}
     val = TensorDataset(*classes(13, seed=1))
-    return Trainer(
-        RowsTask(deep_mlp()), TensorDataset(*classes(37)), val, strategy=strategy, **{**QUIET, **settings, **options}
-    )
+    task = RowsTask(deep_mlp())
+    task.logs = strategy != "pipeline"
+    return Trainer(task, TensorDataset(*classes(37)), val, strategy=strategy, **{**QUIET, **settings, **options})
 
 
 def wide_llama(seed: int = 0, **sizes: Any) -> LlamaForCausalLM:
@@ -100,7 +109,8 @@ RUNS = {"mlp": run_mlp, "llama": run_llama, "simclr": run_simclr}
 def found(trainer: Trainer) -> dict[str, Tensor]:
     """Weights and every record of a run."""
     history = trainer.state.log_history
-    names = ("train/loss", "train/grad_norm", "val/loss", "val/pair", "val/rows", "val/ordered")
+    names = ("train/loss", "train/grad_norm", "train/positive")
+    names += ("val/loss", "val/logged", "val/pair", "val/rows", "val/ordered")
     values = {name: [record[name] for record in history if name in record] for name in names}
     state = run_of(trainer).backend.strategy.unsharded_model().state_dict()
     tensors = {name: torch.tensor(series, dtype=torch.float64) for name, series in values.items() if series}

@@ -83,6 +83,9 @@ class FakeBackend:
     def read(self, scalars):
         return [float(s) for s in scalars]
 
+    def start_read(self, scalars):
+        return lambda: self.read(scalars)
+
     def fold(self, scalars):
         return sum(scalars)
 

@@ -1,12 +1,16 @@
 """What only a GPU shows: no synchronisation between log points, overlap of copies, native precisions, exact resume."""
 
+import io
+import time
+
 import pytest
 import torch
+from rich.console import Console
 from torch.nn import functional as F
 
 from toys import MeanTask, TokenTask, classes, largest_difference, mlp, same, tokens, weights
-from trainformer import Trainer
-from trainformer.callbacks import EMA
+from trainformer import Trainer, log_metric
+from trainformer.callbacks import EMA, ProgressBar, progress
 from trainformer.core.errors import NonFiniteError
 from trainformer.run import run_of
 
@@ -50,6 +54,36 @@ def test_no_synchronisation_between_log_points(precision, accumulation, nonfinit
     )  # fmt: skip
     trainer.fit()
     assert trainer.state.step == 24
+
+
+def test_neither_the_progress_bar_nor_logged_values_synchronise(monkeypatch):
+    """The bar redraws after every step here, and shows losses that have arrived, before the first log point of ten."""
+    shown = []
+
+    class Task(MeanTask):
+        def train_step(self, batch):
+            loss = super().train_step(batch)
+            log_metric("twice", 2 * loss)
+            return loss
+
+    class Look:
+        def on_step_end(self, trainer, step, loss):
+            if 2 < step < 10:
+                time.sleep(0.05)  # the device is done by then
+                shown.append(bar._values.get("train/loss"))
+
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_UPDATES", 0.0)
+    bar = ProgressBar(Console(file=io.StringIO(), force_terminal=True))
+    trainer = make(
+        Task(mlp(dtype=torch.float32)),
+        classes(96, dtype=torch.float32),
+        callbacks=[NoSync(), bar, Look()],
+        batch_size=4,
+    )
+    trainer.fit()
+    assert len(set(shown)) > 4
+    twice, loss = (trainer.state.log_history[-1][name] for name in ("train/twice", "train/loss"))
+    assert twice == pytest.approx(2 * loss, rel=1e-5)
 
 
 def test_the_guard_can_fail():

@@ -27,8 +27,12 @@ class Noisy(MeanTask):
         super().__init__(nn.Sequential(mlp(4, 8), nn.BatchNorm1d(8, dtype=torch.float64), nn.Dropout(0.3), mlp(8, 3)))
 
 
-def test_a_good_run_passes_and_the_report_can_be_read():
+def test_a_good_run_passes_and_the_report_can_be_read(capsys):
     report = make(val_split=0.25).check()
+    printed = capsys.readouterr().out  # in a pipe or a file: a finding is a line, however long, and there is no colour
+    assert all(any(f.message in line for line in printed.splitlines()) for f in report.findings)
+    assert max(len(f.message) for f in report.findings) > 70
+    assert "\x1b" not in printed
     assert report.ok
     assert not report.warnings
     questions = {"arguments", "data", "forward and backward", "gradients", "save and load", "cost", "evaluation"}

@@ -55,6 +55,8 @@ class TrainerLike(Protocol):
     total_steps: int | None
     active_optimizer: Any
     active_scheduler: Any
+    current_loss: LazyScalar | None
+    current_lr: float | None
     context: Any
     grad_norm: Any
     same_classes: bool

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from trainformer.callbacks.progress import summary
+from trainformer.callbacks.pace import clock
+from trainformer.callbacks.progress import values_of
 
 _SECONDS_BETWEEN_UPDATES = 0.5
 _MAX_POINTS = 4000  # stored per line; far fewer are drawn
@@ -37,24 +38,29 @@ class NotebookDisplay:
         self._monitor = monitor
         self._numbers: dict[str, float] = {}
         self._total: int | None = None
-        self._first = self._step = self._epoch = 0
+        self._step = self._epoch = 0
         self._began = time.perf_counter()
         self._drawn = 0.0
+        self._left: float | None = None
         self._evaluation = ""
         self._end = ""
         self._failed = False
 
     def begin(self, step: int, total: int | None, history: Iterable[Mapping[str, float]] = ()) -> None:
         """Show the display, with the log history of a resumed run."""
-        self._first = self._step = step
+        self._step = step
         self._total = total
         for record in history:
             self._add_points(int(record["step"]), record)
         self._draw(now=True)
 
-    def move(self, step: int, epoch: int | None = None) -> None:
-        """Set the number of completed steps."""
+    def move(
+        self, step: int, epoch: int | None = None, values: Mapping[str, float] | None = None, left: float | None = None
+    ) -> None:
+        """Set the number of completed steps, and the current values and the seconds left, where they are known."""
         self._step = step
+        self._numbers |= values or {}
+        self._left = self._left if left is None else left
         self._epoch = self._epoch if epoch is None else epoch
         self._draw()
 
@@ -136,33 +142,17 @@ class NotebookDisplay:
         return f"epoch {self._epoch + 1}, step {self._step:,}{total}"
 
     def _timing(self) -> str:
-        elapsed = time.perf_counter() - self._began
-        done = self._step - self._first
-        if self._end or not done or self._total is None:
-            return f"{_duration(elapsed)} elapsed"
-        left = elapsed / done * max(0, self._total - self._step)
-        return f"{_duration(elapsed)} elapsed, {_duration(left)} left"
+        elapsed = f"{clock(time.perf_counter() - self._began)} elapsed"
+        return elapsed if self._end or self._left is None else f"{elapsed}, {clock(self._left)} left"
 
     def _values(self) -> str:
-        parts = [summary(self._numbers)]
+        parts = values_of(self._numbers)
         if self._monitor != _LOSS and self._monitor in self._numbers:
             parts.append(f"{self._monitor} {self._numbers[self._monitor]:.4g}")
-        return "  ".join(part for part in parts if part)
+        return "  ".join(parts)
 
     def _status(self) -> str:
         return self._end or self._evaluation
-
-
-def _duration(seconds: float) -> str:
-    """
-    >>> _duration(5.2), _duration(75), _duration(7384)
-    ('5 s', '1:15', '2:03:04')
-    """
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}:{minutes:02d}:{rest:02d}"
-    return f"{minutes}:{rest:02d}" if minutes else f"{rest} s"
 
 
 def _cell_output() -> Publish:

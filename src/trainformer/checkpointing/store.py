@@ -25,6 +25,8 @@ from trainformer.utils.processes import is_alive
 
 logger = logging.getLogger("trainformer")
 
+_NONE_LEFT = "There is no earlier one: the run starts from scratch."
+
 LATEST = "latest"
 _PROTECTED = "protected"
 _NAME = re.compile(r"(?:step_|checkpoint-)(\d+)")
@@ -133,13 +135,13 @@ class CheckpointStore:
 
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint whose files match their digests; damaged ones are skipped with a warning."""
-        for path in reversed(self._folders()):
+        folders = self._folders()
+        while folders:
             try:
-                checkpoint = read_verified(path, self.skips_deleted)
+                return read_verified(folders.pop(), self.skips_deleted)
             except InvalidCheckpoint as error:
-                logger.warning("%s Falling back to the previous checkpoint.", error)
-            else:
-                return checkpoint
+                instead = f"Falling back to the previous checkpoint, {folders[-1].name}." if folders else _NONE_LEFT
+                logger.warning("%s %s", error, instead)
         return None
 
     def _folders(self) -> list[Path]:
@@ -169,7 +171,8 @@ class CheckpointStore:
             path.rename(place / path.name)
         sync(place)
         sync(self.root)
-        logger.warning("moved %d checkpoints after step %d to %s", len(abandoned), after, place)
+        what = "the checkpoint" if len(abandoned) == 1 else f"{len(abandoned)} checkpoints"
+        logger.warning("moved %s after step %d, where this run continues, to %s", what, after, place)
 
     def clean(self) -> None:
         """Remove what a killed process left: temporary and half-deleted folders. Those of live processes stay."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
-import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 from trainformer import __version__
 from trainformer.core.secrets import mask_text
+from trainformer.utils.known_messages import hide_known_messages
 
 #: The module and the purpose of each command.
 COMMANDS = {
@@ -54,20 +55,48 @@ COMMANDS = {
 }
 
 
+def _parse_args(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    return parser.parse_args(words)
+
+
 @dataclass(frozen=True)
 class Command:
     """`run` returns an exit code, or None for 0. `parse` is for a command whose options depend on others' values."""
 
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int | None]
-    parse: Callable[[argparse.ArgumentParser, list[str]], argparse.Namespace] = argparse.ArgumentParser.parse_args
+    parse: Callable[[argparse.ArgumentParser, list[str]], argparse.Namespace] = _parse_args
 
 
 class _Parser(argparse.ArgumentParser):
-    """Masks secrets in its errors."""
+    """Masks secrets in its errors, and suggests what was meant."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            hint = _meant_options(self, unknown) or f"`{self.prog} --help` lists the options."
+            self.error(f"unrecognized arguments: {' '.join(unknown)}. {hint}")
+        return parsed
 
     def error(self, message: str) -> NoReturn:
+        choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message)
+        if choice is not None:
+            from trainformer.core.errors import did_you_mean
+
+            names = re.findall(r"[\w.-]+", choice[2])
+            hint = did_you_mean(choice[1], names)
+            message = f"{message}. {hint}" if hint else message
         super().error(mask_text(message))
+
+
+def _meant_options(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
+    """Options with names like those that were typed."""
+    from trainformer.cli.vocabulary import suggest_option
+
+    parsers = [parser, *actions_of(parser).values()]
+    known = [flag[2:] for each in parsers for flag in each._option_string_actions if flag.startswith("--")]
+    found = [suggest_option(word[2:].partition("=")[0], known) for word in unknown if word.startswith("--")]
+    return " ".join(dict.fromkeys(filter(None, found)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,8 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from trainformer.cli.consent import asking
 
     debug = "--debug" in words
-    # torchao warns about its own enums when it is imported; the user cannot do anything about it.
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    hide_known_messages()
     if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr does: no character ends a command
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -98,9 +126,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _Terminated:
         print("ended by SIGTERM", file=sys.stderr)
         return 128 + signal.SIGTERM
-    except BrokenPipeError:  # the reader of the output has exited; Python would complain again when it exits
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError:  # the reader of the output has exited
+        from trainformer.utils.console import BROKEN_PIPE, ignore_closed_pipe
+
+        ignore_closed_pipe()
+        return BROKEN_PIPE
     except Exception as error:
         if debug:
             raise
@@ -167,7 +197,9 @@ def paragraph(error: BaseException) -> str:
     from trainformer.core.errors import TrainformerError
 
     known = isinstance(error, TrainformerError | OSError)
-    text = mask_text(str(error) if known else f"{type(error).__name__}: {error} (--debug shows the traceback)")
+    notes = " ".join(getattr(error, "__notes__", ()))  # which callback raised it, for instance
+    said = f"{error} {notes}".strip()
+    text = mask_text(said if known else f"{type(error).__name__}: {said} (--debug shows the traceback)")
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     return textwrap.fill(f"error: {' '.join(text.split())}", width, break_long_words=False, break_on_hyphens=False)
 

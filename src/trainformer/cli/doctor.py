@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,33 +39,33 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     """Print the findings; 1 if something is broken."""
-    found = diagnose(imports=args.imports)
     if args.json:
+        found = diagnose(imports=args.imports)
         print_json(found)
     else:
-        _print(found)
+        found = diagnose(imports=args.imports, show=_print)
     return 1 if any(problem["broken"] for problem in found["problems"]) else 0
 
 
-def _print(found: Mapping[str, Any]) -> None:
-    for title in ("versions", "machine"):
-        print("\n".join([title, *lines_of({name: _text(value) for name, value in found[title].items()}), ""]))
-    print("devices", end="")
-    names = list(found["devices"][0])
-    print_table(
-        dict.fromkeys(names, "left") | {"name": "fold"},
-        [[_text(device[name]) for name in names] for device in found["devices"]],
-    )
-    rows = [
-        [extra["name"], extra["status"], ", ".join(extra["missing"]), extra["install"]] for extra in found["extras"]
-    ]
-    if rows:  # none if the package is not installed
+def _print(title: str, found: Any) -> None:
+    """Print one section, at once: the next one may have to import torch."""
+    if title in ("versions", "machine"):
+        print("\n".join([title, *lines_of({name: _text(value) for name, value in found.items()}), ""]))
+    elif title == "devices":
+        print("devices", end="")
+        names = list(found[0])
+        rows = [[_text(device[name]) for name in names] for device in found]
+        print_table(dict.fromkeys(names, "left") | {"name": "fold"}, rows)
+    elif title == "extras" and found:  # none if the package is not installed
         print("extras", end="")
+        rows = [[extra["name"], extra["status"], ", ".join(extra["missing"]), extra["install"]] for extra in found]
         print_table({"extra": "left", "status": "left", "missing": "fold", "to install": "left"}, rows)
-    for problem in found["problems"]:
-        kind = "broken" if problem["broken"] else "warning"
-        print(f"{kind}: {problem['what']} {problem['do']}".rstrip())
-    print("nothing is broken" if not any(problem["broken"] for problem in found["problems"]) else "something is broken")
+    elif title == "problems":
+        for problem in found:
+            kind = "broken" if problem["broken"] else "warning"
+            print(f"{kind}: {problem['what']} {problem['do']}".rstrip())
+        print("something is broken" if any(problem["broken"] for problem in found) else "nothing is broken")
+    sys.stdout.flush()
 
 
 def _text(value: Any) -> str:
@@ -77,22 +77,40 @@ def _text(value: Any) -> str:
 # -- diagnosis --------------------------------------------------------------------------------------------------------
 
 
-def diagnose(imports: bool = False) -> dict[str, Any]:
-    """Everything, as plain values. `problems` say what is wrong, what to do, and whether it breaks anything."""
+def diagnose(imports: bool = False, show: Callable[[str, Any], None] | None = None) -> dict[str, Any]:
+    """Everything, as plain values. `problems` say what is wrong, what to do, and whether it breaks anything.
+
+    `show` receives each section as soon as it is there; torch is imported (for its devices) after the first two.
+    """
     problems: Problems = []
+    found: dict[str, Any] = {}
+
+    def add(title: str, value: Any) -> None:
+        found[title] = value
+        if show is not None:
+            show(title, value)
+
+    add("machine", _machine(problems))
+    add("extras", _extras(problems))
     torch = _imported("torch", problems)
-    jax = _imported("jax", problems) if _version("jax") else None
-    found = {
-        "versions": _attempt(lambda: _versions(torch), {"trainformer": __version__}, "the versions", problems),
-        "machine": _machine(problems),
-        "devices": [_processor(), *_attempt(lambda: _torch_devices(torch), [], "the devices of torch", problems)],
-    }
-    found["devices"] += _attempt(lambda: _jax_devices(jax), [], "the devices of jax", problems)
-    _compare_devices(found["devices"], problems)
-    found["extras"] = _extras(problems)
+    add("versions", _attempt(lambda: _versions(torch), {"trainformer": __version__}, "the versions", problems))
+    devices = [_processor(), *_attempt(lambda: _torch_devices(torch), [], "the devices of torch", problems)]
+    if _version("jax") and (len(devices) > 1 or _has_accelerator()):
+        jax = _imported("jax", problems)
+        devices += _attempt(lambda: _jax_devices(jax), [], "the devices of jax", problems)
+    _compare_devices(devices, problems)
+    add("devices", devices)
     if imports and found["extras"]:
         _import_all(problems)
-    return {**found, "problems": problems}
+    add("problems", problems)
+    return found
+
+
+def _has_accelerator() -> bool:
+    """Whether jax may see a device besides the CPU. Without one, importing it (a second) would tell nothing."""
+    files = ("/dev/nvidia0", "/dev/kfd", "/dev/dxg", "/dev/accel0", "/dev/vfio/0")  # NVIDIA, AMD, WSL, TPU
+    named = os.environ.get("JAX_PLATFORMS", "cpu") not in ("", "cpu")
+    return named or sys.platform == "darwin" or any(Path(file).exists() for file in files)
 
 
 def _size(count: float) -> str:

@@ -29,6 +29,7 @@ from trainformer.cli.components import (
     trainer_component,
 )
 from trainformer.cli.consent import add_trust_argument
+from trainformer.cli.vocabulary import suggest_option
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
 if TYPE_CHECKING:
@@ -55,14 +56,6 @@ _HELP = {
 }
 _OBJECT = "An object is written as in a config: '{type: package.module.Class, argument: value}'."
 _BOOLEANS = ("true", "True", "yes", "on", "1", "false", "False", "no", "off", "0")
-# Names of the same setting in other trainers, where they are not close to ours.
-_ELSEWHERE = {
-    "learning_rate": "lr", "num_train_epochs": "epochs", "max_epochs": "epochs", "logging_steps": "log_every",
-    "per_device_train_batch_size": "batch_size", "gradient_accumulation_steps": "accumulation_steps",
-    "accumulate_grad_batches": "accumulation_steps", "max_grad_norm": "gradient_clip", "save_steps": "save_every",
-    "gradient_clip_val": "gradient_clip", "eval_steps": "eval_every", "output_dir": "run_dir", "run_name": "name",
-    "lr_scheduler_type": "scheduler", "optim": "optimizer", "report_to": "log", "max_seq_length": "max_length",
-}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -279,10 +272,7 @@ class OptionTable:
             if found:
                 some = f"{', '.join(found[:4])}{', ...' if len(found) > 4 else ''}"
                 raise BadArgument(f"{word.typed} is an option of {some}, not of {roles[kind[:-1]]}.")
-        if _ELSEWHERE.get(name) in self.by_name:
-            raise BadArgument(f"There is no option {word.typed}. Here it is {as_flag(_ELSEWHERE[name])}.")
-        close = did_you_mean(name, [*self.by_name, "task", "adapter", *self.command])
-        close = re.sub(r"'(\w+)'", lambda match: as_flag(match[1]), close)
+        close = suggest_option(name, [*self.by_name, "task", "adapter", *self.command])
         raise BadArgument(f"There is no option {word.typed}. {close or f'`--task={self.task.name} --help` lists all.'}")
 
 

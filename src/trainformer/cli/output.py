@@ -6,12 +6,14 @@ import argparse
 import contextlib
 import json
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.secrets import mask, mask_text
+from trainformer.utils.text import duration as duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,14 +91,17 @@ def width() -> int:
 
 
 def _console() -> Console:
-    from rich.console import Console
+    from trainformer.utils.console import PipeConsole
 
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=_WIDE)
+    console = PipeConsole(highlight=False, markup=False)
+    return console if console.is_terminal else PipeConsole(highlight=False, markup=False, width=_WIDE)
 
 
 def print_table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]], title: str | None = None) -> None:
-    """Print rows under headings. A column is aligned left or right, or may be folded over several lines (fold)."""
+    """Print rows under headings. A column is aligned left or right, or may be folded over several lines (fold).
+
+    In a terminal that is too narrow for the table, each row is printed as a paragraph.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -104,13 +109,28 @@ def print_table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]], title
     # rich folds the title of a table to its width; a path must stay whole, to be copied.
     if title is not None:
         print(title)
+    cells = [[mask_text(number(cell)) for cell in row] for row in rows]
+    widths = [max(map(len, [name, *(row[i] for row in cells)])) for i, name in enumerate(columns)]
+    settings = list(columns.values())
+    needed = sum(min(w, 20) if s == "fold" else w for w, s in zip(widths, settings, strict=True)) + 2 * len(columns)
+    if needed > width():
+        print("", *(_row_as_text(list(columns), row) for row in cells), sep="\n")
+        return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name, setting in columns.items():
         justify: Any = "right" if setting == "right" else "left"
         table.add_column(name, justify=justify, overflow="fold", no_wrap=setting != "fold")
-    for row in rows:
-        table.add_row(*(Text(mask_text(number(cell))) for cell in row))
+    for row in cells:
+        table.add_row(*map(Text, row))
     print_rich(table)
+
+
+def _row_as_text(names: Sequence[str], row: Sequence[str]) -> str:
+    """A row in words: its first cell, then the others with their names."""
+    rest = ", ".join(f"{name} {cell}".strip() for name, cell in zip(names[1:], row[1:], strict=True) if cell)
+    return textwrap.fill(
+        f"{row[0]}: {rest}", width(), subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def lines_of(values: Mapping[str, Any]) -> list[str]:
@@ -127,24 +147,6 @@ def number(value: Any) -> str:
     if value is None:
         return ""
     return f"{value:.5g}" if isinstance(value, float) else str(value)
-
-
-def duration(seconds: float | None) -> str:
-    """A time that is easy to read.
-
-    >>> [duration(s) for s in (42, 420, 12_000, 187_000)]
-    ['42 s', '7 min', '3 h 20 min', '2 d 4 h']
-    """
-    if seconds is None:
-        return "?"
-    minutes, hours = round(seconds / 60), round(seconds / 3600)
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if minutes < 60:
-        return f"{minutes} min"
-    if minutes < 48 * 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{hours // 24} d {hours % 24} h"
 
 
 def note(text: str) -> None:

@@ -31,6 +31,7 @@ class Strategy:
     """One process, one device. Subclasses override what they do differently."""
 
     name = "single"
+    log_metric_advice: str | None = None  # what to do instead, where values of `log_metric` cannot be collected
     #: Which ranks write the weights and the optimizer state (see `StateComponent`).
     sharing = SharingPattern.GLOBAL
     #: Whether each rank holds and writes its own shard of them (checkpoint format "sharded").

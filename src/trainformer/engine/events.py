@@ -106,7 +106,7 @@ class EventBus:
             try:
                 handler(*args)
             except Exception as error:
-                error.add_note(f"(raised by {name} on {event.value})")
+                error.add_note(f"(raised by {name}, which handled the event {event.value})")
                 raise
             finally:
                 self.current_listener = None

@@ -19,7 +19,7 @@ from trainformer.core.types import DataSource, DeviceBatch, Entry
 from trainformer.engine.cadence import Cadence
 from trainformer.engine.control import Control
 from trainformer.engine.events import STEP_EVENTS, Event, EventBus
-from trainformer.engine.metrics import LazyScalar, RunningMetrics, weighted_means
+from trainformer.engine.metrics import LazyScalar, RunningMetrics, start_mean, weighted_means
 from trainformer.engine.process_group import ProcessGroup, SingleProcess
 from trainformer.engine.protocols import Backend, Services
 from trainformer.engine.request_sync import RequestSync
@@ -80,6 +80,7 @@ class Loop:
         cadences = plan.log_every, plan.eval_every, plan.save_every
         self._uses_clock = any(c is not None and c.unit == "seconds" for c in cadences)
         self._lr: Any = None
+        self.loss: LazyScalar | None = None  # of the last step, if anybody listens
         self._local_tokens = self._local_bad = 0  # of this rank, since the last all-reduce of counters
 
     # -- the run -----------------------------------------------------------------------------------------
@@ -171,8 +172,11 @@ class Loop:
         self._request_due()
         if bus.listeners(Event.STEP_END):
             entries = result.loss or [e for e in result.entries if e.name == "loss"]
-            loss = LazyScalar(lambda: weighted_means({"loss": entries}, self.backend).get("loss", float("nan")))
-            bus.emit(Event.STEP_END, step, loss)
+            self.loss = LazyScalar(
+                lambda: weighted_means({"loss": entries}, backend).get("loss", float("nan")),
+                lambda: start_mean(entries, backend),
+            )
+            bus.emit(Event.STEP_END, step, self.loss)
 
     def _at_boundary(self, epoch: int | None = None) -> None:
         """Log, evaluate and save what was requested. `epoch` is the number of epochs done, at the end of one."""
@@ -327,6 +331,12 @@ class Loop:
             state.saved_at = state.step
             self.bus.emit(Event.SAVE, path)
             self.requests.sync_requests()
+
+    @property
+    def lr(self) -> float | None:
+        """The learning rate of the last step, if it is known without asking the device."""
+        lr = self._lr.get("lr") if isinstance(self._lr, Mapping) else self._lr
+        return lr if isinstance(lr, (int, float)) else None
 
     # -- conditions -----------------------------------------------------------------------------------
 

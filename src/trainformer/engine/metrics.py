@@ -10,7 +10,7 @@ import math
 import numbers
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trainformer.core.types import Entry
@@ -23,6 +23,8 @@ _FOLD_AT = 1024
 
 
 Sums = dict[str, tuple[float, float]]
+#: Returns a number that is on its way from the device once it has arrived, and None until then. Never waits.
+Poll = Callable[[], float | None]
 
 
 class RunningMetrics:
@@ -79,7 +81,12 @@ class RunningMetrics:
 def weighted_sums(entries: Mapping[str, list[Entry]], reader: Backend) -> Sums:
     """Sum of sums and sum of weights, per metric that has any weight."""
     scalars = [x for kept in entries.values() for e in kept for x in (e.value, e.weight)]
-    values = iter(reader.read(scalars))
+    return _combine(entries, reader.read(scalars))
+
+
+def _combine(entries: Mapping[str, list[Entry]], numbers: Sequence[float]) -> Sums:
+    """Sums and weights, given the numbers behind the entries."""
+    values = iter(numbers)
     found: Sums = {}
     for name, kept in entries.items():
         sums: list[float] = []
@@ -101,6 +108,20 @@ def weighted_means(entries: Mapping[str, list[Entry]], reader: Backend) -> dict[
     return {name: total / weight for name, (total, weight) in weighted_sums(entries, reader).items()}
 
 
+def start_mean(entries: list[Entry], reader: Backend) -> Poll:
+    """Start to read the mean of some entries. The result returns it once it has arrived, and None until then."""
+    poll = reader.start_read([x for e in entries for x in (e.value, e.weight)])
+
+    def arrived() -> float | None:
+        numbers = poll()
+        if numbers is None:
+            return None
+        total, weight = _combine({"": entries}, numbers).get("", (math.nan, 1.0))
+        return total / weight
+
+    return arrived
+
+
 def _sum(values: list[float]) -> float:
     # fsum is exact but raises on inf - inf; plain addition gives the NaN that should be visible.
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
@@ -119,11 +140,21 @@ class LazyScalar:
     (True, '0.250', 0.5, [1])
     """
 
-    __slots__ = ("_read", "_value")
+    __slots__ = ("_read", "_start", "_value")
 
-    def __init__(self, read: Callable[[], float]) -> None:
+    def __init__(self, read: Callable[[], float], start: Callable[[], Poll] | None = None) -> None:
         self._read: Callable[[], float] | None = read
+        self._start = start
         self._value = 0.0
+
+    def start_read(self) -> Poll:
+        """Start to copy the value to the host. Call the result to poll for it: None until it has arrived.
+
+        Nothing waits for the device, so this is for displays. A device that cannot do that never delivers.
+        """
+        if self._read is None:
+            return lambda: self._value
+        return (lambda: None) if self._start is None else self._start()
 
     def __float__(self) -> float:
         if self._read is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from trainformer.core.types import DeviceBatch, EvalResult, HostBatch, StepResult
@@ -58,6 +58,9 @@ class Backend(Protocol):
 
     def read(self, scalars: Sequence[Any]) -> list[float]:
         """Values of device scalars (and plain numbers) in one transfer."""
+
+    def start_read(self, scalars: Sequence[Any]) -> Callable[[], list[float] | None]:
+        """Start to copy device scalars to the host. The result returns them once they have arrived, None until then."""
 
     def fold(self, scalars: Sequence[Any]) -> Any:
         """Their sum, still on the device."""

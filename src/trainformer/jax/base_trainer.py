@@ -15,7 +15,6 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.sharding import Mesh
-from rich.console import Console
 
 from trainformer.backends.jax.backend import JaxBackend
 from trainformer.backends.jax.compilation import DynamicBatchStep, JittedStep
@@ -55,6 +54,7 @@ from trainformer.jax.validation import (
 )
 from trainformer.run.fit import fit
 from trainformer.run.jax.run import JaxRun, JaxSettings
+from trainformer.utils.console import PipeConsole
 
 logger = logging.getLogger("trainformer")
 
@@ -175,7 +175,7 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
             values["max_steps"] = loaders.max_training_steps
         values |= {"precision": self.dtype.name, "sharding_array": tuple(self.mesh.shape.values())}
         settings = JaxSettings(**{name: value for name, value in values.items() if name in JaxSettings.defaults()})
-        console = Console()
+        console = PipeConsole()
         loggers = settings.log if isinstance(settings.log, (list, tuple)) else [settings.log]
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if self.processes.is_main and "console" in loggers and not has_bar:

@@ -84,8 +84,9 @@ class ConsoleLogger(BaseLogger):
 
     @staticmethod
     def _print(console: Console, line: str, style: str) -> None:
-        # soft_wrap: a log file wrapped at 80 columns cannot be searched.
-        console.print(Text(line, style=style if console.is_terminal else ""), soft_wrap=True, highlight=False)
+        # A log file wrapped at 80 columns cannot be searched; on a terminal lines are wrapped between words.
+        shown = Text(line, style=style if console.is_terminal else "")
+        console.print(shown, soft_wrap=not console.is_terminal, highlight=False)
 
 
 def format_number(name: str, value: float) -> str:
@@ -109,6 +110,8 @@ def format_number(name: str, value: float) -> str:
     if _THROUGHPUT.fullmatch(last):
         return f"{value:,.0f}" if size >= 10 else f"{value:.2f}"
     if last.endswith("norm") and (value == 0 or 0.01 <= size < 1000):
+        return f"{value:.2f}"
+    if last.endswith(("_gb", "seconds")) and size >= 0.01:
         return f"{value:.2f}"
     if value != 0 and not 1e-3 <= size < 1e6:
         return f"{value:.2e}"

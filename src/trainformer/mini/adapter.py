@@ -139,6 +139,8 @@ def state_options(owner: BaseTrainer) -> StateDictOptions | None:
 class UserStrategy(Strategy):
     """With several processes, the user wraps or shards the model and shards the data."""
 
+    log_metric_advice = "Return it in the records of forward(), or call self.log({...})."
+
     def __repr__(self) -> str:
         return self.name
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainformer.context import PipelineContext
-from trainformer.engine import Control, DataSource, RunState
+from trainformer.engine import Control, DataSource, LazyScalar, RunState
 
 if TYPE_CHECKING:
     from trainformer.run.run import Run
@@ -97,6 +97,16 @@ class TrainerApi:
         """The learning-rate schedule in use."""
         backend: Any = self._run.backend
         return backend.schedule
+
+    @property
+    def current_loss(self) -> LazyScalar | None:
+        """The loss of the last step, still on the device; None before the first."""
+        return None if self._run.loop is None else self._run.loop.loss
+
+    @property
+    def current_lr(self) -> float | None:
+        """The learning rate of the last step; None before the first, or if only the device knows it."""
+        return None if self._run.loop is None else self._run.loop.lr
 
     @property
     def grad_norm(self) -> Any:

@@ -15,10 +15,11 @@ from trainformer.engine import Event, Loop
 from trainformer.loggers.base import BaseLogger, MultiLogger
 from trainformer.loggers.registry import make_loggers
 from trainformer.run.folder import NoFolder, RunFolder, choose_folder
-from trainformer.run.logging import console_messages, log_start
+from trainformer.run.logging import console_messages, log_resume, log_start
 from trainformer.run.provenance import check_unchanged, fingerprint, record_changes
 from trainformer.run.run import Run
 from trainformer.run.signals import exit_after_signal, handling_signals
+from trainformer.utils.console import INTERRUPTIONS
 
 logger = logging.getLogger("trainformer")
 
@@ -113,8 +114,7 @@ def _resume(run: Run, checkpointer: Checkpointer, folder: RunFolder) -> None:
         # With a path, load_components applies to the first start only: an interrupted run resumes completely.
         checkpointer.load(own, settings.load_components if settings.resume == "auto" else None)
         run.records.resumed_from = str(own.path)
-        hint = run.options.fresh_start_hint
-        logger.info("resuming from %s (step %d); %s to start from scratch", own.path, run.state.step, hint)
+        log_resume(run, own, folder.path)
     elif settings.resume != "auto":
         run.load(Path(str(settings.resume)), settings.load_components)
 
@@ -145,7 +145,9 @@ def _reporting_errors(run: Run) -> Iterator[None]:
         run.loop = None
     control = run.control
     if control.should_stop:
-        logger.info("stopped at step %d by %s: %s", run.state.step, control.stopped_by, control.stop_reason)
+        resumes = control.ending_signal is not None and run.checkpointer is not None and run.settings.resume == "auto"
+        again = ". The same command resumes the run." if resumes else ""
+        logger.info("stopped at step %d by %s: %s%s", run.state.step, control.stopped_by, control.stop_reason, again)
 
 
 @contextmanager
@@ -159,7 +161,7 @@ def _open_loggers(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        run.loggers.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+        run.loggers.finish("interrupted" if isinstance(error, INTERRUPTIONS) else "failed")
         raise
     run.loggers.finish(run.outcome())
 

@@ -20,6 +20,7 @@ from trainformer.live.runs import read_status
 from trainformer.run.context import current_context
 from trainformer.run.logging import log_handler
 from trainformer.run.provenance import fingerprint
+from trainformer.utils.console import INTERRUPTIONS
 from trainformer.utils.files import make_folder, sync, write_atomically
 from trainformer.utils.locks import FolderLock
 from trainformer.utils.processes import is_alive, process_identity
@@ -128,7 +129,7 @@ class RunFolder:
         with _writing_after(path, lambda: self._status(ended)):
             try:
                 yield
-            except KeyboardInterrupt:
+            except INTERRUPTIONS:
                 ended = "interrupted"
                 raise
             ended = outcome()

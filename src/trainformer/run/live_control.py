@@ -23,6 +23,7 @@ from trainformer.live import address
 from trainformer.live.runs import newest_checkpoint
 from trainformer.live.server import NAME, ControlServer, Request, Ticket, apply
 from trainformer.run.folder import NoFolder, RunFolder
+from trainformer.utils.console import INTERRUPTIONS
 
 if TYPE_CHECKING:
     from trainformer.run.run import Run
@@ -72,7 +73,7 @@ class LiveControl:
             yield
             ended = outcome()
         except BaseException as error:
-            interrupted = isinstance(error, KeyboardInterrupt)
+            interrupted = isinstance(error, INTERRUPTIONS)
             ended = "interrupted" if interrupted else f"failed: {type(error).__name__} {error}"
             raise
         finally:

@@ -24,15 +24,27 @@ from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.secrets import mask
 from trainformer.engine import Event
+from trainformer.live.runs import read_status
 from trainformer.loggers.jsonl import encode_record, truncate_partial_line
+from trainformer.run.provenance import differences
+from trainformer.utils.console import INTERRUPTIONS
+from trainformer.utils.text import duration
 
 if TYPE_CHECKING:
+    from trainformer.checkpointing import Checkpoint
     from trainformer.run.folder import NoFolder, RunFolder
     from trainformer.run.run import Run
 
 logger = logging.getLogger("trainformer")
 
 RECORDS_FILE = "records.jsonl"
+# How the last process ended, by its status.
+_ENDED = {
+    "running": ": the last process was killed",
+    "failed": ": the last process failed",
+    "interrupted": ": the last process was interrupted",
+    "finished": ": the run had finished",
+}
 _RESERVED = {"time", "step", "kind"}
 
 
@@ -46,7 +58,9 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         style = "yellow" if record.levelno >= logging.WARNING else "dim"
-        self._console.print(record.getMessage(), style=style, highlight=False, markup=False, soft_wrap=True)
+        # A line of a log file stays whole; on a terminal it is wrapped between words.
+        whole = not self._console.is_terminal
+        self._console.print(record.getMessage(), style=style, highlight=False, markup=False, soft_wrap=whole)
 
 
 @contextmanager
@@ -75,6 +89,27 @@ def log_handler(handler: logging.Handler) -> Iterator[None]:
         handler.close()
 
 
+def log_resume(run: Run, checkpoint: Checkpoint, folder: Path) -> None:
+    """Where the run continues, how the last process ended, and what is different now."""
+    if not run.process_group.is_main:
+        return
+    state, manifest, total = run.state, checkpoint.manifest, run.total_steps()
+    where = [f"step {state.step:,}" if total is None else f"step {state.step:,} of {total:,}"]
+    if total is None or state.step < total:
+        where.append(f"epoch {state.epoch + 1}")
+    if manifest.time:
+        where.append(f"saved {duration(max(0.0, time.time() - manifest.time))} ago")
+    if state.seconds >= 1:
+        where.append(f"{duration(state.seconds)} of training so far")
+    ended = _ENDED.get(read_status(folder).get("status", ""), "")
+    logger.info(
+        "resuming from %s (%s)%s. To start from scratch, %s.",
+        checkpoint.path, ", ".join(where), ended, run.options.fresh_start_hint,
+    )  # fmt: skip
+    if changed := differences(run, folder, manifest):
+        logger.info("different from last time: %s", ", ".join(changed))
+
+
 def log_start(run: Run) -> None:
     """What is about to be trained, or why there is nothing to train."""
     state, total, hint = run.state, run.total_steps(), run.options.fresh_start_hint
@@ -93,7 +128,7 @@ def log_start(run: Run) -> None:
     samples = run.train_size
     logger.info(
         "training %s, %s samples, %s steps",
-        run.describe(), samples if samples is not None else "?", total if total is not None else "?",
+        run.describe(), f"{samples:,}" if samples is not None else "?", f"{total:,}" if total is not None else "?",
     )  # fmt: skip
 
 
@@ -183,7 +218,7 @@ class RunRecords:
             yield
         except BaseException as error:
             self.check_faults()
-            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            status = "interrupted" if isinstance(error, INTERRUPTIONS) else "failed"
             self.add("ended", {"status": status, "error": f"{type(error).__name__}: {error}".removesuffix(": ")})
             raise
         self.check_faults()

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainformer.checkpointing.checkpointer import versions
 from trainformer.context import ConfigSource, PipelineConfig, record_arguments
 from trainformer.core.errors import BadArgument
 from trainformer.core.secrets import find_mask
 from trainformer.live.runs import read_config
 
 if TYPE_CHECKING:
+    from trainformer.checkpointing.manifest import Manifest
     from trainformer.run.run import Run
 
 # Values by which runs are typically grouped or filtered.
@@ -27,6 +29,8 @@ _INCIDENTAL = (
     "strategy", "dispatch_batches", "rank_timeout", "sharding_array",
 )  # fmt: skip
 
+
+_PLACES = ("run_dir", "save_dir", "name", "resume", "load_components")
 
 # Settings that may differ when a run is resumed: these, its length, and what is saved and evaluated when.
 ADJUSTABLE = frozenset(_INCIDENTAL) | {
@@ -99,6 +103,23 @@ def check_unchanged(run: Run, folder: Path, checkpoint: Path, ignore: Collection
             f"new settings, {proceed}; to start from scratch, {run.options.fresh_start_hint}; or choose another folder "
             "or name."
         )
+
+
+def differences(run: Run, folder: Path, manifest: Manifest) -> list[str]:
+    """What is different from the process that wrote a checkpoint: settings, number of processes, versions."""
+    before, now = read_config(folder), json.loads(json.dumps(run.context.config.to_json()))
+    found = []
+    for name, entry in now.items():
+        old, new = before.get(name, entry)["value"], entry["value"]
+        # What follows from other settings, and where files are, would repeat or tell nothing.
+        told = entry["source"] != "derived" and name not in _PLACES and _is_plain(run.context.config.get(name))
+        if told and old != new and find_mask(old) is None:
+            found.append(f"{name} {old!r} -> {new!r}")
+    if manifest.world_size != run.process_group.world_size:
+        found.append(f"{manifest.world_size} -> {run.process_group.world_size} processes")
+    installed = versions(run.files)
+    pairs = [(name, old, installed.get(name)) for name, old in manifest.versions.items()]
+    return found + [f"{name} {old} -> {new}" for name, old, new in pairs if new is not None and old != new]
 
 
 def _is_absolute(value: Any) -> bool:

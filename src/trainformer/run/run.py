@@ -289,7 +289,7 @@ class Run(ABC):
         load_components(components, states, only)
         self.state.stopped = []  # loaded on purpose, to continue
         self.records.resumed_from = str(path)
-        logger.info("resuming from %s (step %d)", path, self.state.step)
+        logger.info("loaded %s (step %d)", path, self.state.step)
 
     def stop(self, reason: str) -> None:
         """Stop training after this step; the current listener is reported as the one who stopped it."""

@@ -7,13 +7,16 @@ study is opened.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
@@ -209,16 +212,30 @@ def is_stale(trial: FrozenTrial) -> bool:
 
 
 def _importances(study: Study) -> dict[str, float]:
-    """Parameter importances by Optuna (PED-ANOVA); empty if there are too few trials."""
-    import optuna
-
+    """Parameter importances by Optuna (PED-ANOVA), which add up to 1; empty if there are too few trials."""
     finite = [t for t in study.get_trials(deepcopy=False) if t.value is not None and math.isfinite(t.value)]
     if len(finite) < 2:
         return {}
     try:
-        found = optuna.importance.get_param_importances(
-            study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()
-        )
+        found = {name: float(value) for name, value in _evaluator().evaluate(study).items()}
     except Exception:  # too few trials, or all alike: every evaluator raises something different
         return {}
-    return {name: float(value) for name, value in found.items() if math.isfinite(value)}
+    total = math.fsum(found.values())
+    shares = {name: value / total if total else 1 / len(found) for name, value in found.items()}
+    return {name: share for name, share in shares.items() if math.isfinite(share)}
+
+
+def _evaluator() -> Any:
+    """Optuna's PED-ANOVA. Its package imports scikit-learn, SciPy and pandas (2 s) for another evaluator: not run."""
+    package = "optuna.importance"
+    if package not in sys.modules and (spec := importlib.util.find_spec(package)) is not None:
+        stand_in = ModuleType(package)
+        stand_in.__path__ = list(spec.submodule_search_locations or [])
+        sys.modules[package] = stand_in
+        try:
+            return importlib.import_module(f"{package}._ped_anova.evaluator").PedAnovaImportanceEvaluator()
+        except (ImportError, AttributeError):  # another version of Optuna
+            pass
+        finally:
+            del sys.modules[package]  # the next import gets the whole package
+    return importlib.import_module(package).PedAnovaImportanceEvaluator()

@@ -144,6 +144,17 @@ class TaskBase:
         """Return records of the latest evaluation to write to the run folder, by kind, e.g. a confusion matrix."""
         return {}
 
+    def log(self, name: str, value: Any, weight: Any = None, **unknown: Any) -> None:
+        """Log a value from inside `train_step` or `eval_step`: ``self.log("accuracy", correct.mean())``.
+
+        It is logged as ``train/accuracy`` or ``val/accuracy``, averaged over micro-batches, ranks and the log interval
+        or the dataset. `value` is a number or a scalar tensor, a mean over `weight` (default: the samples of the
+        batch), or a pair ``(sum, weight)``. Nothing syncs with the device. See `trainformer.log_metric`.
+        """
+        from trainformer.backends.torch.logged_values import log_metric
+
+        log_metric(name, value, weight, **unknown)
+
     # -- parameters, checks and state ----------------------------------------------------------------------
 
     def parameters(self) -> Iterator[nn.Parameter]:

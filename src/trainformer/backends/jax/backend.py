@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from trainformer.backends.jax.compilation import DynamicBatchStep, JittedStep
 from trainformer.backends.jax.placement import Placer
 from trainformer.backends.jax.processes import RequestPoll
-from trainformer.backends.jax.step_metrics import read_scalars, sum_scalars, unpack_metrics
+from trainformer.backends.jax.step_metrics import read_scalars, start_reading, sum_scalars, unpack_metrics
 from trainformer.core.errors import BadArgument, NonFiniteError, expected
 from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, StepResult
 from trainformer.engine.metrics import LazyScalar
@@ -209,6 +209,9 @@ class JaxBackend:
 
     def read(self, scalars: Sequence[Any]) -> list[float]:
         return read_scalars(scalars)
+
+    def start_read(self, scalars: Sequence[Any]) -> Callable[[], list[float] | None]:
+        return start_reading(scalars)
 
     def fold(self, scalars: Sequence[Any]) -> Any:
         return sum_scalars(scalars)

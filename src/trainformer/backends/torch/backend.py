@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from trainformer.backends.torch import gradients, memory, quantize
 from trainformer.backends.torch.accumulation import AccumulationWindow, MemorySplitter
 from trainformer.backends.torch.active_optimizer import ActiveOptimizer
+from trainformer.backends.torch.logged_values import StepScope
 from trainformer.backends.torch.nonfinite import NonFiniteGuard, RunningStatistics
 from trainformer.backends.torch.optimizers import make_optimizer, modules_of, named_parameters
-from trainformer.backends.torch.placement import Feeder, RequestFlag
+from trainformer.backends.torch.placement import Feeder, RequestFlag, start_copy
 from trainformer.backends.torch.schedules import Schedule
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, Mean, StepResult
@@ -97,6 +98,7 @@ class TorchBackend:
         keeps_running = self.guard.policy != "raise"
         self._statistics = RunningStatistics(modules_of(task).values()) if keeps_running else None
         self._window = AccumulationWindow(self._reference)
+        self._logged: list[Entry] = []
         self._shared_loss: list[Entry] | None = None
         self.grad_norm: Tensor | None = None
 
@@ -225,6 +227,8 @@ class TorchBackend:
                     with self._forward(piece.size):
                         output = (self._shared_step or self.task.train_step)(piece.data)
                     loss = self._window.add(output, piece)
+                    if self._logged:
+                        self._window.entries += self.take_logged()
                     if not self._is_single and not piece.more:
                         loss = self._send_stats(loss, output)
                     if loss is not None:
@@ -253,17 +257,24 @@ class TorchBackend:
         return self.strategy.piggyback_stats(loss, torch.cat([sums, requests]))
 
     def _forward(self, size: int) -> AbstractContextManager[object]:
-        """Context of a forward pass; a batch of size 0 is padding."""
+        """Context of a forward pass, which collects logged values; a batch of size 0 is padding."""
+        scope = StepScope(self.precision.forward(), self._logged, size, True, self.strategy.log_metric_advice)
         if not self.settings.activation_offload and size:
-            return self.precision.forward()
+            return scope
         stack = ExitStack()
-        stack.enter_context(self.precision.forward())
+        stack.enter_context(scope)
         if self.settings.activation_offload:
             pin = self.device.type == "cuda"
             stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=pin))
         if not size:
             stack.enter_context(padding(participates=True))
         return stack
+
+    def take_logged(self) -> list[Entry]:
+        """What was logged by `log_metric` since the last call."""
+        taken = self._logged[:]
+        self._logged.clear()
+        return taken
 
     def finish(self) -> bool:
         """Scale gradients to those of the mean loss, clip them, and check that they are finite."""
@@ -392,6 +403,7 @@ class TorchBackend:
     def drop_step(self) -> None:
         """Discard a window: reset it, restore BatchNorm statistics and notify the task."""
         self.end_step()
+        self._logged.clear()
         if self._statistics is not None:
             self._statistics.restore()
         if self._forget is not None:
@@ -433,9 +445,15 @@ class TorchBackend:
 
     def infer(self, function: Callable[[Any], Any], batch: DeviceBatch) -> EvalResult:
         """Call a function of a batch that returns a mapping, without gradients and in the run's precision."""
-        with torch.no_grad(), self.precision.forward(), nullcontext() if batch.size else padding(participates=True):
-            outputs = self.strategy.infer(function, batch.data)
         entries: list[Entry] = []
+        scope = StepScope(self.precision.forward(), entries, batch.size, False, self.strategy.log_metric_advice)
+        with torch.no_grad(), scope, nullcontext() if batch.size else padding(participates=True):
+            outputs = self.strategy.infer(function, batch.data)
+        if outputs is None and entries:
+            outputs = {}  # everything was logged
+        if not isinstance(outputs, Mapping):
+            do = "Return {} if there is nothing to report."
+            raise BadArgument(expected("eval_step to return a mapping of metrics", type(outputs).__name__, do))
         rows: dict[str, Tensor] = {}
         if batch.size == 0:  # padding: this rank computed a sample of another one to take part in collectives
             outputs = {name: value[:0] for name, value in outputs.items() if isinstance(value, Tensor) and value.ndim}
@@ -467,6 +485,10 @@ class TorchBackend:
         home = self.device if any(t.device == self.device for t in tensors) else tensors[0].device
         values = iter(torch.stack([t.to(home, self._wide, non_blocking=True) for t in tensors]).tolist())
         return [next(values) if isinstance(s, Tensor) else float(s) for s in scalars]
+
+    def start_read(self, scalars: Sequence[Any]) -> Callable[[], list[float] | None]:
+        """Start to copy tensors to the host; see `placement.start_copy`."""
+        return start_copy([torch.as_tensor(s).detach().reshape(()) for s in scalars], self.device)
 
     def fold(self, scalars: Sequence[Any]) -> Any:
         """The sum of tensors and numbers, still on the device."""

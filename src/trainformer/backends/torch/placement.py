@@ -1,8 +1,8 @@
-"""Moving data between host and device: batches with their transforms, and the request flag of a step."""
+"""Moving data between host and device: batches with their transforms, the request flag of a step, scalars."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -151,3 +151,26 @@ class RequestFlag:
         if event is not None:
             event.synchronize()
         return bool(number > 0.5)
+
+
+def start_copy(scalars: Sequence[Tensor], device: torch.device) -> Callable[[], list[float] | None]:
+    """Start to copy scalars to the host. The result returns them once they have arrived, None until then.
+
+    Nothing waits: on CUDA an event is polled, and where that is impossible (MPS) the result is always None.
+    """
+    if device.type == "cpu":
+        values = [float(s) for s in scalars]
+        return lambda: values
+    if device.type != "cuda":
+        return lambda: None
+    gathered = torch.empty(len(scalars), dtype=torch.float64, device=device)
+    for place, scalar in enumerate(scalars):
+        if scalar.device.type == "cpu":
+            gathered[place].fill_(float(scalar))  # copying a number from unpinned memory would sync
+        else:
+            gathered[place].copy_(scalar, non_blocking=True)
+    host = torch.empty(len(scalars), dtype=torch.float64, pin_memory=True)
+    host.copy_(gathered, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return lambda: host.tolist() if event.query() else None

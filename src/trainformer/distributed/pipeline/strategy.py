@@ -65,6 +65,7 @@ class Pipeline(Strategy):
     """
 
     name = "pipeline"
+    log_metric_advice = "In a pipeline, return Loss(sum, weight, metrics={...}) from train_step."
 
     def __init__(
         self,

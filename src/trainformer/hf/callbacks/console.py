@@ -14,7 +14,14 @@ from trainformer.callbacks.compat import unwrap_callback
 from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
 from trainformer.callbacks.progress import ProgressBar
 from trainformer.core.errors import BadArgument, expected
-from trainformer.hf.callbacks.common import all_arguments, changed_arguments, is_evaluation, numbers, to_native
+from trainformer.hf.callbacks.common import (
+    all_arguments,
+    changed_arguments,
+    is_evaluation,
+    numbers,
+    to_native,
+    trainer_api,
+)
 from trainformer.loggers.console import ConsoleLogger
 
 logger = logging.getLogger("trainformer")
@@ -64,7 +71,8 @@ class ProgressCallback(TrainerCallback):
         self.bar.on_epoch_begin(_view(state), int(state.epoch or 0))
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.bar.on_step_end(_view(state), state.global_step, None)
+        view = _view(state, trainer_api(kwargs.get("trainer")))
+        self.bar.on_step_end(view, state.global_step, view.current_loss)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if not self._is_shown or not logs or not state.is_world_process_zero:
@@ -128,10 +136,16 @@ def _console(use_tqdm: bool | None, stream: Any) -> Console:
     return Console(file=stream, force_terminal=forced)
 
 
-def _view(state: TrainerState) -> Any:
-    """What `ProgressBar` reads of a trainer."""
-    total = state.max_steps if state.max_steps > 0 else None
-    return SimpleNamespace(total_steps=total, state=SimpleNamespace(step=state.global_step))
+def _view(state: TrainerState, api: Any = None) -> Any:
+    """What `ProgressBar` reads of a trainer; `api` is missing in a trainer of another library."""
+    run = getattr(api, "state", None)
+    counters = {name: getattr(run, name, 0) for name in ("samples", "tokens")}
+    return SimpleNamespace(
+        total_steps=state.max_steps if state.max_steps > 0 else None,
+        state=SimpleNamespace(step=state.global_step, **counters),
+        current_loss=getattr(api, "current_loss", None),
+        current_lr=getattr(api, "current_lr", None),
+    )
 
 
 def _length(loader: Any) -> int | None:

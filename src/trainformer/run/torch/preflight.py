@@ -26,6 +26,7 @@ from trainformer.engine import Cadence
 from trainformer.run.torch.dry_run import DryRun
 from trainformer.run.torch.run import TorchRun
 from trainformer.tasks.base import provides
+from trainformer.utils.text import duration
 
 Status = Literal["ok", "warning", "failed"]
 _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "failed": "[bold red]failed[/]"}
@@ -102,7 +103,7 @@ def check_run(run: TorchRun, raise_on_failure: bool = True) -> CheckReport:
     finally:
         restore_random(random)
         run.backend.begin_training()
-    run.console.print(report.table())
+    _print(run.console, report.table())
     if raise_on_failure and not report.ok:
         lines = "\n".join(f"- {f.question}: {f.message}" for f in report.failures)
         raise CheckFailed(f"{len(report.failures)} of {len(report.findings)} checks failed:\n{lines}")
@@ -306,7 +307,7 @@ def _costs(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: CheckRepo
     total = run.total_steps()
     if total is not None:
         report.estimated_seconds = report.seconds_per_step * (total - run.state.step)
-        text += f", {_duration(report.estimated_seconds)} for {total - run.state.step:,} steps without evaluations"
+        text += f", {duration(report.estimated_seconds)} for {total - run.state.step:,} steps without evaluations"
     report.add("cost", [], text)
 
 
@@ -386,7 +387,10 @@ def _some(names: list[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+def _print(console: Console, table: Table) -> None:
+    """As wide as the terminal; elsewhere as wide as the table, so that a line of a log file is a whole one."""
+    usual = console.width
+    if not console.is_terminal and not console.is_jupyter:
+        console.width = 10_000
+    console.print(table)
+    console.width = usual
