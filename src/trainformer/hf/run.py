@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
@@ -55,7 +55,13 @@ class HfRun(TorchRun):
         self._not_saved: set[str] = set()
         self.backend.feeder.counts_padding = owner.front.args.include_num_input_tokens_seen == "all"
 
-    def evaluate(self) -> dict[str, float]:
+    def check_monitors(self) -> None:
+        """Nothing: overridden methods and `compute_metrics` decide what is measured."""
+
+    def check_monitored(self) -> None:
+        """Nothing, for the same reason."""
+
+    def evaluate(self, names: Sequence[str] = ()) -> dict[str, float]:
         """Evaluate with `evaluate` of the trainer, unless there is no data or `eval_delay` has not passed."""
         front, args = self.owner.front, self.owner.front.args
         done = self.state.epoch if args.eval_strategy == "epoch" else self.state.step
@@ -71,11 +77,8 @@ class HfRun(TorchRun):
         metrics: dict[str, Any] = {
             from_hf_name(name): value for name, value in found.items() if isinstance(value, Real) and name != "epoch"
         }
-        self._last_metrics = metrics
-        self.backend.schedule.observe(metrics.get(self.settings.monitor_metric))
-        for callback in self.callbacks:
-            if hasattr(callback, "compute_metrics"):
-                metrics |= callback.compute_metrics(self.owner, metrics) or {}
+        self.backend.observe(metrics, self.settings.monitor_metric)
+        metrics = self.add_callback_metrics(metrics)
         if metrics:
             front._bridge.skip_record()  # that of the run: `evaluate` has logged its own
         return metrics

@@ -16,7 +16,7 @@ from trainformer.callbacks.base import handlers_of
 from trainformer.checkpointing import Checkpoint, StateComponent, StatefulAdapter
 from trainformer.checkpointing.checkpointer import Assets, Checkpointer, load_components, read_states
 from trainformer.context import PipelineContext
-from trainformer.engine import Control, Event, EventBus, Loop, RunState
+from trainformer.engine import Control, DataSource, Event, EventBus, Loop, RunState
 from trainformer.loggers.base import BaseLogger, NoOpLogger
 from trainformer.run.context import current_context
 from trainformer.run.folder import NoFolder, RunFolder
@@ -41,7 +41,8 @@ class Run(ABC):
         self.files = parts.files
         self.callbacks = parts.callbacks
         self.train_source = parts.train_source
-        self.val_source = parts.val_source
+        self.val_sources = parts.val_sources
+        self.evaluated_sets: tuple[str, ...] = ()  # of the current or latest evaluation
         self.train_size = parts.train_size
         self.passed = parts.passed
         self.console = parts.console
@@ -81,8 +82,8 @@ class Run(ABC):
         """Everything needed to resume exactly."""
 
     @abstractmethod
-    def validate(self) -> dict[str, float]:
-        """Metrics on the validation data, which exists."""
+    def validate(self, name: str) -> dict[str, float]:
+        """Metrics on the validation set of this name, named ``val/...``."""
 
     @abstractmethod
     def record_config(self) -> None:
@@ -95,6 +96,13 @@ class Run(ABC):
     def assets(self) -> Assets | None:
         """A function that writes files beside the weights of a checkpoint, if there are any."""
         return None
+
+    def check_monitored(self) -> None:  # noqa: B027 - not every entry point knows the names before it evaluates
+        """Raise if something is monitored that no evaluation will have."""
+
+    def backend_handlers(self) -> dict[Event, Any]:
+        """Event handlers of the backend; they run first."""
+        return {}
 
     def task_handlers(self) -> dict[Event, Any]:
         """Event handlers of what is trained; they run before any callback."""
@@ -139,9 +147,10 @@ class Run(ABC):
             callback.attach(self.owner)
 
     def _subscribe(self) -> None:
-        """In this order: the task, callbacks, records, context."""
+        """In this order: the backend, the task, callbacks, records, context."""
         bus, context = self.bus, self.context
         bus.clear()
+        bus.add("backend", self.backend_handlers(), makes_requests=False)
         bus.add(self.title, self.task_handlers(), makes_requests=False)
         for name, callback in self.callbacks.named().items():
             bus.add(name, handlers_of(callback, self.owner), makes_requests=getattr(callback, "sets_control", True))
@@ -198,18 +207,36 @@ class Run(ABC):
             self.records.check_faults(metrics["train/loss"])
         self.loggers.log(metrics, step)
 
-    def evaluate(self) -> dict[str, float]:
-        """Evaluate on the validation data."""
-        if self.val_source is None:
+    @property
+    def val_source(self) -> DataSource | None:
+        """The validation batches, of the first set if there are several."""
+        return next(iter(self.val_sources.values()), None)
+
+    @property
+    def val_sets(self) -> tuple[str, ...]:
+        """The names of the validation sets, if they have names."""
+        return tuple(name for name in self.val_sources if name)
+
+    def evaluate(self, names: Sequence[str] = ()) -> dict[str, float]:
+        """Evaluate on the validation data, or on the sets of these names."""
+        if not self.val_sources:
             logger.warning("an evaluation was requested, but there is no validation data")
             return {}
-        metrics = self.validate()
-        for kind, content in self.evaluation_records().items():  # at once: a callback may evaluate something else
-            self.records.add(kind, content)
+        metrics: dict[str, float] = {}
+        for name in names or self.val_sources:
+            metrics |= self.validate(name)
+            for kind, content in self.evaluation_records().items():  # at once: the next set has records of its own
+                self.records.add(kind, {**content, "val_set": name} if name else content)
+        return self.add_callback_metrics(metrics, names)
+
+    def add_callback_metrics(self, metrics: dict[str, float], names: Sequence[str] = ()) -> dict[str, float]:
+        """The metrics of an evaluation, with those that callbacks compute."""
+        self.evaluated_sets = tuple(names) or self.val_sets
         for callback in self.callbacks:
             if hasattr(callback, "compute_metrics"):
                 metrics |= callback.compute_metrics(self.owner, metrics) or {}
-        self._last_metrics = metrics
+        again = self.state.evaluated_at == self.state.step  # other sets were evaluated at the same step
+        self._last_metrics = self._last_metrics | metrics if again else metrics
         return metrics
 
     def poll(self) -> None:

@@ -136,21 +136,32 @@ class TorchBackend:
         return ""
 
     def schedule_for(self, total_steps: int | None) -> None:
-        """Build the schedule for this many steps. A user's scheduler is created once and kept."""
+        """Build the schedule, or fit it to another number of steps. A scheduler of torch is created once and kept."""
         if self._decay is not None and total_steps is None:
             raise BadArgument(
                 "weight_decay_end needs the number of steps, but the data have no length. Pass max_steps."
             )
         self._total_steps = total_steps or 0
-        is_ours = isinstance(self.settings.scheduler, str) or self.settings.scheduler is None
-        if self._scheduled_for is None or (is_ours and self._scheduled_for != total_steps):
-            old = self.schedule
+        if self._scheduled_for is None:
+            settings = self.settings
             self.schedule = make_schedule(
-                self.settings.scheduler, self.optimizer, total_steps, self.settings.warmup_ratio
+                settings.scheduler, self.optimizer, total_steps, settings.warmup_ratio, settings.monitor_mode
             )
-            if is_ours:
-                self.schedule.configured, self.schedule.base = old.configured, old.base
-            self._scheduled_for = total_steps if total_steps is not None else -1
+        elif self._scheduled_for != total_steps:
+            self.schedule.resize(total_steps)
+        self._scheduled_for = total_steps if total_steps is not None else -1
+
+    def end_epoch(self, epochs: int) -> None:
+        """Step schedulers that count epochs. Called again for the same epoch, it does nothing."""
+        self.schedule.end_epoch(epochs)
+
+    def observe(self, metrics: Mapping[str, float], monitor: str) -> None:
+        """Step schedulers that are stepped with a metric; by default with `monitor`."""
+        self.schedule.observe(metrics, monitor)
+
+    def monitors(self, monitor: str) -> list[tuple[str, Any]]:
+        """Metrics that schedulers are stepped with, each with the scheduler."""
+        return self.schedule.monitors(monitor)
 
     def run_context(self) -> ExitStack:
         """Process-wide settings of a run, restored on exit."""
