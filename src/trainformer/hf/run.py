@@ -55,6 +55,17 @@ class HfRun(TorchRun):
         self._not_saved: set[str] = set()
         self.backend.feeder.counts_padding = owner.front.args.include_num_input_tokens_seen == "all"
 
+    @property
+    def eval_sets(self) -> list[str]:
+        """The names of the evaluation datasets, if there are several."""
+        given = self.owner.front.eval_dataset
+        return list(map(str, given)) if isinstance(given, dict) else []
+
+    def record_config(self) -> None:
+        super().record_config()
+        if self.eval_sets:
+            self.context.config.set_from_data("val_sets", self.eval_sets)
+
     def check_monitors(self) -> None:
         """Nothing: overridden methods and `compute_metrics` decide what is measured."""
 
@@ -75,7 +86,9 @@ class HfRun(TorchRun):
         finally:
             front._called_by_run = False
         metrics: dict[str, Any] = {
-            from_hf_name(name): value for name, value in found.items() if isinstance(value, Real) and name != "epoch"
+            native_name(name, self.eval_sets): value
+            for name, value in found.items()
+            if isinstance(value, Real) and name != "epoch"
         }
         self.backend.observe(metrics, self.settings.monitor_metric)
         metrics = self.add_callback_metrics(metrics)
@@ -174,6 +187,19 @@ class HfRun(TorchRun):
         # HF callbacks receive `on_init_end` once, when the trainer is built, not with every run.
         if not isinstance(callback, HuggingFaceCallback):
             super()._attach(callback)
+
+
+def native_name(name: str, eval_sets: Collection[str] = ()) -> str:
+    """The name of an HF metric in the records of a run; `eval_sets` are the names of several evaluation datasets.
+
+    >>> native_name("eval_loss"), native_name("eval_clean_loss", ["clean"])
+    ('val/loss', 'val/clean/loss')
+    """
+    matching = [one for one in eval_sets if name.startswith(f"eval_{one}_")]
+    if not matching:
+        return from_hf_name(name)
+    longest = max(matching, key=len)
+    return f"val/{longest}/{name.removeprefix(f'eval_{longest}_')}"
 
 
 class HfHandle(TorchTrainerApi):

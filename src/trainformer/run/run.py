@@ -226,7 +226,7 @@ class Run(ABC):
         for name in names or self.val_sources:
             metrics |= self.validate(name)
             for kind, content in self.evaluation_records().items():  # at once: the next set has records of its own
-                self.records.add(kind, {**content, "val_set": name} if name else content)
+                self.records.add(kind, {**content, "key": name} if name else content)
         return self.add_callback_metrics(metrics, names)
 
     def add_callback_metrics(self, metrics: dict[str, float], names: Sequence[str] = ()) -> dict[str, float]:

@@ -319,7 +319,9 @@ def _stepped(
 def _check_combination(schedulers: list[Any]) -> None:
     """Some schedulers compute the learning rate from its initial value, and so undo what others have done."""
     if len({id(one) for one in schedulers}) < len(schedulers):
-        raise BadArgument("Expected different schedulers, received the same one twice: it would count everything twice.")
+        raise BadArgument(
+            "Expected different schedulers, received the same one twice: it would count everything twice."
+        )
     if len(schedulers) < 2:
         return
     absolute = [part for one in schedulers for part in with_parts(one) if isinstance(part, _ABSOLUTE)]
