@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.callbacks.base import handlers_of
-from trainformer.checkpointing import Checkpoint, StateComponent, StatefulAdapter
+from trainformer.checkpointing import Checkpoint, StateComponent
 from trainformer.checkpointing.checkpointer import Assets, Checkpointer, load_components, read_states
 from trainformer.context import PipelineContext
 from trainformer.engine import Control, DataSource, Event, EventBus, Loop, RunState
@@ -280,29 +280,6 @@ class Run(ABC):
         return None if path is None else str(path)
 
     # -- state -------------------------------------------------------------------------------------------------
-
-    def common_components(self) -> list[StateComponent]:
-        """Progress, context and loggers, which every run has."""
-        context = StatefulAdapter(self.context.state_dict, self.context.load_state_dict)
-        loggers = StatefulAdapter(lambda: self.loggers.state_dict(), self._load_logger_state)
-        return [
-            StateComponent("run", StatefulAdapter(self._progress, self.state.load_state_dict), format="json"),
-            StateComponent("context", context, required=False),
-            StateComponent("loggers", loggers, required=False, format="json"),
-        ]
-
-    def _load_logger_state(self, state: dict[str, Any]) -> None:
-        self.logger_state = state  # kept for loggers that do not exist yet
-        self.loggers.load_state_dict(state)
-
-    def _progress(self) -> dict[str, Any]:
-        """The run state, with the values of the next log record."""
-        pending = self.loop.pending_values() if self.loop is not None else []
-        control = self.control
-        # A signal ends the process; a callback stops the run, also for the next process with the same command.
-        is_stopped = control.should_stop and control.signal is None
-        stopped = [control.stopped_by, control.stop_reason] if is_stopped else []
-        return {**self.state.state_dict(), "pending": pending, "stopped": stopped}
 
     def load(self, path: Path, only: Collection[str] | None = None) -> None:
         """Load a file, a checkpoint folder, or a run folder (its newest checkpoint)."""

@@ -105,7 +105,7 @@ class CommonSettings:
         return {f.name: f.default for f in fields(cls)}
 
     def plan(self, evaluates: bool, val_sets: Collection[str] = ()) -> Plan:
-        """What the loop does when. `evaluates` is whether there is validation data, `val_sets` the names of its sets."""
+        """What the loop does when. `evaluates`: whether there is validation data; `val_sets`: the names of its sets."""
         cadences = eval_cadences(self.eval_every, val_sets) if evaluates else None
         never = cadences is None or (isinstance(cadences, dict) and not any(cadences.values()))
         return Plan(

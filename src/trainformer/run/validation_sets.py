@@ -1,4 +1,4 @@
-"""Several validation sets: their names, the names of their metrics, how often each is evaluated, which one is monitored.
+"""Several validation sets: their names, those of their metrics, how often each is evaluated, which one is monitored.
 
 Validation data without a name is kept under the empty name, and its metrics are ``val/loss`` and so on; those of a set
 called ``clean`` are ``val/clean/loss``.
@@ -21,8 +21,10 @@ _NAME = re.compile(r"\w[\w.@+-]*")
 _RESERVED = ("without_ema",)
 
 
-def validation_sets(data: Any, argument: str = "val_data") -> dict[str, Any]:
+def validation_sets(data: Any, argument: str = "val_data", nests: bool = False) -> dict[str, Any]:
     """Validation data by name. One dataset has the empty name; without data there are none.
+
+    With `nests`, a set may itself be a mapping (of columns).
 
     >>> list(validation_sets({"clean": [1], "shifted": [2]})), list(validation_sets([1, 2])), validation_sets(None)
     (['clean', 'shifted'], [''], {})
@@ -40,7 +42,7 @@ def validation_sets(data: Any, argument: str = "val_data") -> dict[str, Any]:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
             what = f"names in {argument} that can be part of a metric's name: letters, digits and any of _ . @ + -"
             raise BadArgument(expected(what, name, "Metrics are called val/NAME/loss."))
-        if part is None or isinstance(part, Mapping):
+        if part is None or (isinstance(part, Mapping) and not nests):
             kind = "None" if part is None else "another dict"
             raise BadArgument(expected(f"{argument}[{name!r}] to be a dataset", kind))
     return dict(data)

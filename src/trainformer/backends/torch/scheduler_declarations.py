@@ -1,7 +1,7 @@
 """What users write as `scheduler=`: names, torch schedulers, functions that make them, and when each is stepped.
 
-A declaration belongs to one optimizer. `declared` reads it without building anything, `SchedulerDeclaration.build` makes
-the scheduler.
+A declaration belongs to one optimizer. `declared` reads it without building anything; `SchedulerDeclaration.build`
+makes the scheduler.
 """
 
 from __future__ import annotations

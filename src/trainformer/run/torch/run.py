@@ -20,6 +20,7 @@ from trainformer.checkpointing.torch_files import write_single_file
 from trainformer.core.types import DataSource
 from trainformer.distributed import TorchProcessGroup
 from trainformer.engine import Event
+from trainformer.run.components import common_components
 from trainformer.run.run import Run
 from trainformer.run.torch.dry_run import DryRun
 from trainformer.run.torch.evaluation import Inputs
@@ -174,7 +175,7 @@ class TorchRun(Run):
             self.task,
             self.backend,
             self.train_source,
-            self.common_components(),
+            common_components(self),
             callback_states(self.callbacks.named()),
         )
 
