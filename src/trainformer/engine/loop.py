@@ -324,7 +324,7 @@ class Loop:
         if requested and not due:  # by a callback or from outside: all sets, also those that have no cadence
             names = tuple(self._eval_cadences)
         elif requested and not last:
-            names = due
+            names = tuple(name for name in self._eval_cadences if name in due)
         else:
             names = tuple(name for name, cadence in self._eval_cadences.items() if cadence is not None)
         return tuple(name for name in names if not is_done or name not in state.evaluated_sets) or None

@@ -16,7 +16,7 @@ from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.engine.cadence import Cadence
 
 EVAL_EVERY = 1  # epochs: the default of `eval_every`
-_NAME = re.compile(r"\w[\w.@+-]*")
+NAME = re.compile(r"\w[\w.@+-]*")
 #: Names that metrics of callbacks begin with.
 _RESERVED = ("without_ema",)
 
@@ -39,7 +39,7 @@ def validation_sets(data: Any, argument: str = "val_data", nests: bool = False) 
     if not data:
         raise BadArgument(expected(f"{argument} with at least one dataset", data, f"Leave out {argument}."))
     for name, part in data.items():
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
+        if not isinstance(name, str) or not NAME.fullmatch(name) or name in _RESERVED:
             what = f"names in {argument} that can be part of a metric's name: letters, digits and any of _ . @ + -"
             raise BadArgument(expected(what, name, "Metrics are called val/NAME/loss."))
         if part is None or (isinstance(part, Mapping) and not nests):
