@@ -20,14 +20,6 @@ EPOCHS, STEPS = 6, 4  # steps per epoch
 TRAIN, VAL = TensorDataset(*classes(30)), classes(12, seed=1)
 QUIET = {"log": "none", "device": "cpu", "precision": "no", "gradient_clip": None, "num_workers": 0}
 QUIET |= {"save_every": None, "log_every": 1}
-    "log": "none",
-    "device": "cpu",
-    "precision": "no",
-    "gradient_clip": None,
-    "save_every": None,
-    "num_workers": 0,
-    "log_every": 1,
-}
 
 
 def batches():
