@@ -235,8 +235,7 @@ class Run(ABC):
         for callback in self.callbacks:
             if hasattr(callback, "compute_metrics"):
                 metrics |= callback.compute_metrics(self.owner, metrics) or {}
-        again = self.state.evaluated_at == self.state.step  # other sets were evaluated at the same step
-        self._last_metrics = self._last_metrics | metrics if again else metrics
+        self._last_metrics = metrics
         return metrics
 
     def poll(self) -> None:
