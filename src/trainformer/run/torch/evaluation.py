@@ -23,6 +23,7 @@ from trainformer.core.types import DataSource, DeviceBatch, EvalResult
 from trainformer.data.labels import align_classes, is_stream
 from trainformer.data.order import seed_generators
 from trainformer.engine.evaluation import evaluate
+from trainformer.run.api import BatchLoader
 from trainformer.run.logging import eval_progress
 from trainformer.run.torch.data import TrainingData, is_loader, is_open, load, load_options, make_source
 from trainformer.run.torch.settings import RunSettings
@@ -60,6 +61,8 @@ class Inference:
         listeners = () if quiet else self.callbacks
         with self.eval_mode(model), eval_progress(listeners, self.owner, source.batches_per_epoch) as advance:
             process_group = self.backend.process_group
+            if provides(self.task, "on_eval_begin"):
+                self.task.on_eval_begin(BatchLoader(source, 1).dataset, name)
             metrics, rows = evaluate(
                 self.backend, batches, self.backend.eval_step, self.reduces_rows, advance, process_group
             )
