@@ -72,6 +72,25 @@ class HfRun(TorchRun):
     def check_monitored(self) -> None:
         """Nothing, for the same reason."""
 
+    def evaluate_first_batches(self, most: int, names: Sequence[str] = ()) -> dict[str, float]:
+        """Metrics of a few batches of each evaluation dataset, with `compute_metrics` and overridden methods."""
+        front, found = self.owner.front, dict[str, Any]()
+        before = front.args.max_eval_steps, front.is_in_train
+        front.args.max_eval_steps, front.is_in_train = most, True  # in training, weights are not cast to evaluate
+        try:
+            for name in self.eval_sets or [None]:
+                prefix = "eval" if name is None else f"eval_{name}"
+                loader = front.get_eval_dataloader(front._eval_data if name is None else name)
+                loss_only = True if front.compute_metrics is None else None
+                found |= front.evaluation_loop(loader, "Evaluation", loss_only, metric_key_prefix=prefix).metrics
+        finally:
+            front.args.max_eval_steps, front.is_in_train = before
+        return {native_name(name, self.eval_sets): value for name, value in found.items() if isinstance(value, Real)}
+
+    @property
+    def measures_more(self) -> bool:
+        return self.owner.front._overrides("evaluate", "_evaluate")
+
     def evaluate(self, names: Sequence[str] = ()) -> dict[str, float]:
         """Evaluate with `evaluate` of the trainer, unless there is no data or `eval_delay` has not passed."""
         front, args = self.owner.front, self.owner.front.args

@@ -289,7 +289,7 @@ def _evaluation(run: TorchRun, report: CheckReport) -> None:
     problems = [f"{name} is {value}." for name, value in metrics.items() if not math.isfinite(value)]
     measured = callback_metrics(run)
     for name, who in monitored(run).items():
-        if name not in metrics and name not in measured:
+        if name not in metrics and name not in measured and not run.measures_more:
             problems.append(unknown_metric(name, who, metrics))
     report.add("evaluation", problems, "metrics: " + ", ".join(sorted(metrics)))
 

@@ -144,6 +144,11 @@ class TorchRun(Run):
         """Metrics of a few batches of each validation set, or of the sets of these names."""
         return self._evaluation.validate(names, most)
 
+    @property
+    def measures_more(self) -> bool:
+        """Whether evaluations may have metrics that `evaluate_first_batches` does not know."""
+        return False
+
     def dry_evaluation(self, names: Sequence[str], most: int | None) -> dict[str, float]:
         """Metrics of the first `most` batches of validation sets, which no callback hears of."""
         return self._evaluation.validate(names, most, quiet=True)
