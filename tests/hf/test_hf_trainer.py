@@ -503,14 +503,13 @@ def test_check_knows_the_metrics_of_compute_metrics_and_of_several_datasets(tmp_
         return {"size": float(len(prediction.label_ids))}
 
     options = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+    options["more"] = {"compute_metrics": sizes}
     sets = {"a": examples(10, seed=1), "b": examples(12, seed=2)}
     for data, metric in ((examples(9), "size"), (sets, "b_size")):
-        trainer = make(
-            tmp_path, evaluation=data, metric_for_best_model=metric, more={"compute_metrics": sizes}, **options
-        )
+        trainer = make(tmp_path, evaluation=data, metric_for_best_model=metric, **options)
         assert trainer.check().ok
-    wrong = make(tmp_path, evaluation=sets, metric_for_best_model="b_sice", more={"compute_metrics": sizes}, **options)
-    with pytest.raises(CheckFailed, match="'val/b/sice'.*Did you mean 'val/b/size'"):
+    wrong = make(tmp_path, evaluation=sets, metric_for_best_model="b_sice", **options)
+    with pytest.raises(CheckFailed, match=r"'val/b/sice'.*Did you mean 'val/b/size'"):
         wrong.check()
 
 

@@ -270,6 +270,7 @@ def test_the_status_of_a_run_has_the_latest_value_of_each_set(tmp_path):
 REFUSED = {
     "a list of datasets": ([TRAIN, TRAIN], {}, "Give them names: val_data={'clean'"),
     "a list of loaders": ([DataLoader(TRAIN), DataLoader(TRAIN)], {}, "Give them names"),
+    "a list of arrays": ([CLEAN, CLEAN], {}, "Give them names"),
     "no sets": ({}, {}, "at least one dataset"),
     "a slash": ({"a/b": CLEAN}, {}, "received 'a/b'"),
     "a space": ({"my set": CLEAN}, {}, "letters, digits"),
@@ -323,6 +324,41 @@ def test_a_metric_that_depends_on_the_data_is_found_in_the_whole_set():
 
     one = trainer((x[order], y[order]), PerClass(), monitor_metric="val/count_2", monitor_mode="max").fit()
     assert one.state.best_step > 0
+
+
+def test_what_can_be_read_only_once_is_not_read_before_training():
+    """A stream that continues where it was left: the first evaluation sees its first batch."""
+    seen = []
+
+    class Once(IterableDataset):
+        def __init__(self):
+            self.left = [(x, y) for x, y in zip(*CLEAN, strict=True)] * 2
+
+        def __iter__(self):
+            for _ in range(len(CLEAN[0])):
+                yield self.left.pop(0)
+
+    class Seeing(MeanTask):
+        def eval_step(self, batch):
+            seen.extend(batch[1].tolist())
+            return super().eval_step(batch)
+
+    trainer({"once": Once()}, Seeing(), monitor_metric="val/once/accuracy", monitor_mode="max").fit()
+    assert seen == 2 * CLEAN[1].tolist()
+
+
+def test_a_list_of_samples_is_one_set():
+    samples = [(x, y) for x, y in zip(*CLEAN, strict=True)]
+    assert trainer(samples).fit().evaluate() == trainer(CLEAN).fit().evaluate()
+
+
+def test_an_accuracy_that_is_minimised_is_mentioned(caplog):
+    trainer(monitor_metric="val/clean/accuracy", callbacks=[EarlyStopping("val/shifted/accuracy")]).fit()
+    messages = [record.getMessage() for record in caplog.records if "the lowest" in record.getMessage()]
+    assert [message.partition(":")[0] for message in messages] == ["EarlyStopping", "monitor_metric"]
+    caplog.clear()
+    trainer(monitor_metric="val/clean/accuracy", monitor_mode="min", callbacks=[EarlyStopping("val/clean/loss")]).fit()
+    assert "the lowest" not in caplog.text
 
 
 def test_a_training_set_by_name_is_refused():

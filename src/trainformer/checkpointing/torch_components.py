@@ -32,7 +32,11 @@ def torch_components(
     components = [
         _model(task, backend),
         _optimizer(backend),
-        StateComponent("schedule", StatefulAdapter(schedule.state_dict, schedule.load_state_dict), required=False),
+        StateComponent(
+            "schedule",
+            StatefulAdapter(schedule.state_dict, schedule.load_state_dict, schedule.check_state),
+            required=False,
+        ),
         StateComponent("backend", StatefulAdapter(backend.state_dict, backend.load_state_dict), required=False),
         *common,
         StateComponent("rng", StatefulAdapter(capture_random, restore_random), SharingPattern.PER_RANK, required=False),

@@ -105,13 +105,14 @@ def _declaration(spec: Any) -> SchedulerDeclaration:
         return SchedulerDeclaration(_checked(spec))
     given = dict(spec)
     timing = {key: given.pop(key) for key in ("interval", "frequency", "monitor") if key in given}
-    if "scheduler" in given:
+    key = "scheduler" if "scheduler" in given else "name"
+    if isinstance(given.get(key), str):
+        scheduler, options = given.pop(key), given
+    elif "scheduler" in given:
         scheduler, options = given.pop("scheduler"), {}
         for key in given:
             hint = did_you_mean(str(key), _KEYS) or f"There is {', '.join(_KEYS)}."
             raise BadArgument(expected("keys of a scheduler that are known here", key, hint))
-    elif isinstance(given.get("name"), str):
-        scheduler, options = given.pop("name"), given
     else:
         do = "Write {'scheduler': scheduler, 'interval': 'epoch'} or {'name': 'StepLR', 'step_size': 3, ...}."
         hint = " ".join(did_you_mean(str(key), ("scheduler", "name")) for key in given)

@@ -18,6 +18,10 @@ from trainformer.backends.schedules import Factor
 from trainformer.backends.torch.scheduler_declarations import SCHEDULES, SchedulerDeclaration, declared
 from trainformer.core.errors import BadArgument, DataError, expected
 
+_OTHER_SCHEDULE = (
+    "The checkpoint has the state of another kind of scheduler. Nothing was loaded. Pass the same scheduler=, or leave "
+    "out 'schedule' with load_components."
+)
 #: Schedulers of torch that compute the learning rate from its initial value, whatever it is now.
 _ABSOLUTE = (LambdaLR, OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts)
 
@@ -78,6 +82,11 @@ class Schedule:
     def state_dict(self) -> dict[str, Any]:
         """Learning rates that were found rather than configured (`LRFinder`) must survive a restart."""
         return {"configured": list(self.configured), "base": list(self.base)}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise if the state is that of another kind of schedule."""
+        if "configured" not in state:
+            raise DataError(_OTHER_SCHEDULE)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the saved learning rates, unless the user has changed the configured ones since."""
@@ -209,15 +218,17 @@ class SteppedSchedule(Schedule):
             ],
         }
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        own = [type(one.scheduler).__name__ for one in self.stepped]
+        saved = [one["class"] for one in state.get("schedulers", ())]
+        if ("configured" in state) or (saved if self._is_plain else saved != own):
+            received = f" It has the state of {', '.join(saved)}; here it is {', '.join(own)}." if saved else ""
+            raise DataError(_OTHER_SCHEDULE + received)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._is_plain:
             self.stepped[0].scheduler.load_state_dict(state)
             return
-        own = [type(one.scheduler).__name__ for one in self.stepped]
-        saved = [one["class"] for one in state["schedulers"]] if "schedulers" in state else "another schedule"
-        if saved != own:
-            what = f"the schedulers of this run ({', '.join(own)})"
-            raise DataError(expected(f"a checkpoint with the state of {what}", saved, "Pass the same scheduler=."))
         self._epochs, self.base = state["epochs"], list(state["base"])
         for one, kept in zip(self.stepped, state["schedulers"], strict=True):
             one.scheduler.load_state_dict(kept["state"])

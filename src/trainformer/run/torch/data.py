@@ -67,6 +67,7 @@ def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | i
     if val_data is not None and val_split is not None:
         raise BadArgument("Expected val_data or val_split, received both. Pass the one you mean.")
     train = load(task, data)
+    _reject_unnamed_sets(train, val_data)
     given = {name: _naming(name, load, task, part) for name, part in validation_sets(val_data).items()}
     info = extract_info(train.dataset if isinstance(train, DataLoader) else train)
     if val_split is not None:
@@ -82,6 +83,19 @@ def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | i
     }
     comparable = all(same_class_indices(part, info.class_names) for part in val_sets.values())
     return TrainingData(train, val_sets, info, comparable)
+
+
+def _reject_unnamed_sets(train: Any, val_data: Any) -> None:
+    """A list of tuples of arrays is a list of samples, unless they have one dimension more than those of training."""
+    is_tuples = isinstance(val_data, list | tuple) and bool(val_data) and all(isinstance(p, tuple) for p in val_data)
+    if not is_tuples or is_loader(train) or is_stream(train) or not len(train):
+        return
+    sample, first = train[0], val_data[0]
+    if isinstance(sample, tuple) and len(sample) == len(first):
+        dimensions = [(np.ndim(own), np.ndim(other)) for own, other in zip(sample, first, strict=True)]
+        if all(other == own + 1 for own, other in dimensions):
+            do = "Give them names: val_data={'clean': ..., 'shifted': ...}."
+            raise BadArgument(expected("several datasets as val_data in a dict", f"a {type(val_data).__name__}", do))
 
 
 def _naming(name: str, function: Callable[..., Any], *arguments: Any) -> Any:

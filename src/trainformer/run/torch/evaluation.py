@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset
 
 from trainformer.backends.torch import TorchBackend, capture_random, restore_random
 from trainformer.backends.torch.optimizers import modules_of
@@ -164,6 +164,13 @@ class Evaluation:
         for name in names or self.val_sources:
             metrics |= self.inference.evaluate(self.val_sources[name], name, most, model, quiet)
         return metrics
+
+    def can_repeat(self, names: Iterable[str] = ()) -> bool:
+        """Whether these sets are datasets, or DataLoaders of datasets, which begin again whenever they are read."""
+        sets = self.loaded.val_sets
+        chosen = [sets[name] for name in names or sets]
+        datasets = [data.dataset if isinstance(data, DataLoader) else data for data in chosen]
+        return not any(is_loader(data) or is_stream(data) or isinstance(data, DataSource) for data in datasets)
 
     def evaluate(self, data: Any = None, batch_size: int | None = None, most: int | None = None) -> dict[str, float]:
         """Metrics on the validation data, or on other data, with classes numbered as in training."""

@@ -7,6 +7,7 @@ run is built, and unknown ones before its first step.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
     from trainformer.run.torch.run import TorchRun
 
 logger = logging.getLogger("trainformer")
+
+_HIGHER_IS_BETTER = {
+    "accuracy", "acc", "top1", "top5", "f1", "auc", "auroc", "precision", "recall", "map", "iou", "miou", "bleu",
+    "rouge", "r2", "ndcg", "mrr",
+}  # fmt: skip
 
 
 def monitored(run: TorchRun) -> dict[str, str]:
@@ -62,13 +68,30 @@ def check_monitors(run: TorchRun) -> None:
             raise BadArgument(expected(what, received, "Set both to 'max' for an accuracy, to 'min' for a loss."))
 
 
+def _warn_of_modes(run: TorchRun) -> None:
+    """An accuracy that is minimised is most likely a mistake."""
+    settings = run.settings
+    modes = [(callback.monitor, getattr(callback, "mode", None), type(callback).__name__)
+             for callback in run.callbacks if getattr(callback, "monitor", None)]  # fmt: skip
+    if "monitor_mode" not in run.passed:
+        modes.append((settings.monitor_metric, settings.monitor_mode, "monitor_metric"))
+    for metric, mode, who in modes:
+        words = re.split(r"[^a-z0-9]+", metric.rpartition("/")[2].lower())
+        if mode == "min" and _HIGHER_IS_BETTER.intersection(words):
+            option = "monitor_mode='max'" if who == "monitor_metric" else "mode='max'"
+            logger.warning(
+                "%s: the lowest %s counts as the best. Pass %s if it should be the highest", who, metric, option
+            )
+
+
 def check_monitored(run: TorchRun) -> None:
     """Before the first step, reject a metric that evaluations do not have.
 
     The first validation batch tells the names. If one is missing, all of them do: names may depend on the data. With
-    several ranks the first evaluation has to tell; so it does if a few samples are too few to evaluate.
+    several ranks or streams the first evaluation has to tell; so it does if a few samples are too few to evaluate.
     """
     check_monitors(run)
+    _warn_of_modes(run)
     settings = run.settings
     wanted = monitored(run)
     if settings.monitor_metric in wanted and "monitor_metric" not in run.passed:
@@ -80,6 +103,8 @@ def check_monitored(run: TorchRun) -> None:
     if not run.process_group.is_single_process:
         return
     names = list(dict.fromkeys(name for metric in wanted if (name := set_of(metric, run.val_sets))))
+    if not run.can_repeat_evaluations(names):
+        return
     metrics: dict[str, float] = {}
     with run.backend.run_context():
         for most in (1, None):

@@ -149,6 +149,10 @@ class TorchRun(Run):
         """Whether evaluations may have metrics that `evaluate_first_batches` does not know."""
         return False
 
+    def can_repeat_evaluations(self, names: Sequence[str] = ()) -> bool:
+        """Whether an additional evaluation changes nothing: a stream may not begin again at its first batch."""
+        return self._evaluation.can_repeat(names)
+
     def dry_evaluation(self, names: Sequence[str], most: int | None) -> dict[str, float]:
         """Metrics of the first `most` batches of validation sets, which no callback hears of."""
         return self._evaluation.validate(names, most, quiet=True)
