@@ -27,7 +27,8 @@ class Trainer(RunSettings, TorchTrainerApi):
     """Trains any task.
 
     `data` and `val_data` are a path or name that the task can load, a tuple of tensors, a `Dataset`, or a `DataLoader`
-    (used as is); several validation sets are a dict with their names. Every other setting is a keyword argument; see `RunSettings` for all of them.
+    (used as is); several validation sets are a dict with their names. Every other setting is a keyword argument; see
+    `RunSettings` for all of them.
 
     >>> import torch
     >>> class Line:
