@@ -11,7 +11,7 @@ const splitOf = (name) => (PARTS.includes(name.split("/")[0]) && name.includes("
 // The split of a metric, with the name of the validation set if there are several: "train", "val", "val clean".
 function partOf(name) {
   const [split, set, metric] = name.split("/");
-  const isOfSet = metric && splitOf(name) && report.val_sets.includes(set);
+  const isOfSet = metric && splitOf(name) && (report.val_sets || []).includes(set);
   return isOfSet ? `${split} ${set}` : splitOf(name);
 }
 
