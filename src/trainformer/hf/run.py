@@ -78,14 +78,15 @@ class HfRun(TorchRun):
         before = front.args.max_eval_steps, front.is_in_train
         front.args.max_eval_steps, front.is_in_train = most, True  # in training, weights are not cast to evaluate
         try:
-            for name in self.eval_sets or [None]:
-                prefix = "eval" if name is None else f"eval_{name}"
-                loader = front.get_eval_dataloader(front._eval_data if name is None else name)
+            for name in self.eval_sets or [""]:
+                prefix = f"eval_{name}" if name else "eval"
+                loader = front.get_eval_dataloader(name or front._eval_data)
                 loss_only = True if front.compute_metrics is None else None
                 found |= front.evaluation_loop(loader, "Evaluation", loss_only, metric_key_prefix=prefix).metrics
         finally:
             front.args.max_eval_steps, front.is_in_train = before
-        return {native_name(name, self.eval_sets): value for name, value in found.items() if isinstance(value, Real)}
+        numbers = {name: value for name, value in found.items() if isinstance(value, Real)}
+        return {native_name(name, self.eval_sets): float(value) for name, value in numbers.items()}
 
     @property
     def measures_more(self) -> bool:
