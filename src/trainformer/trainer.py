@@ -27,7 +27,8 @@ class Trainer(RunSettings, TorchTrainerApi):
     """Trains any task.
 
     `data` and `val_data` are a path or name that the task can load, a tuple of tensors, a `Dataset`, or a `DataLoader`
-    (used as is). Every other setting is a keyword argument; see `RunSettings` for all of them.
+    (used as is); several validation sets are a dict with their names. Every other setting is a keyword argument; see
+    `RunSettings` for all of them.
 
     >>> import torch
     >>> class Line:
@@ -92,7 +93,7 @@ class Trainer(RunSettings, TorchTrainerApi):
         return check_run(self._run, raise_on_failure)
 
     def evaluate(self, data: Any = None, batch_size: int | None = None) -> dict[str, float]:
-        """Metrics named ``val/...`` on the validation data, or on other data."""
+        """Metrics named ``val/...`` on the validation data, or on other data; of a dict of data, ``val/NAME/...``."""
         return self._run.evaluate_on(data, batch_size)
 
     def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, Tensor]]:

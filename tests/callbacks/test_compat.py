@@ -174,3 +174,23 @@ def test_callbacks_can_be_added_and_removed(tmp_path):
     trainer.fit()
     assert (first.steps, second.steps) == (2, 5)
     assert trainer.remove_callback(Counter) is second
+
+
+def test_hf_callbacks_see_the_cadence_of_the_monitored_validation_set():
+    seen = []
+
+    class Recorder(transformers.TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            seen.append((args.eval_strategy, args.eval_steps, args.metric_for_best_model))
+
+        def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+            seen.append((state.global_step, sorted(name for name in metrics if "loss" in name)))
+
+    sets = {"clean": classes(8, seed=1), "shifted": classes(8, seed=2)}
+    Trainer(MeanTask(), classes(32), sets, epochs=1, batch_size=8, log="none", eval_every={"clean": "3steps"},
+            callbacks=[Recorder()]).fit()  # fmt: skip
+    assert seen == [
+        ("steps", 3, "eval_clean/loss"),
+        (3, ["eval_clean/loss"]),
+        (4, ["eval_clean/loss", "eval_shifted/loss"]),
+    ]

@@ -30,8 +30,8 @@ def fit(*callbacks, images=None, channels=3, **options):
     size = images[0].shape[-1]
     model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(channels * size * size, 2))
     task = ImageClassification(model, num_classes=2, augment="none", image_size=size, in_chans=channels)
-    usual = {"batch_size": 8, "epochs": 2, "log": "none", "run_dir": "run"}
-    return Trainer(task, images, val_data=images, callbacks=list(callbacks), **{**usual, **options}).fit()
+    usual = {"batch_size": 8, "epochs": 2, "log": "none", "run_dir": "run", "val_data": images}
+    return Trainer(task, images, callbacks=list(callbacks), **{**usual, **options}).fit()
 
 
 def recorded():
@@ -97,3 +97,14 @@ def test_data_other_than_images_is_rejected():
     trainer = Trainer(task, classes(), val_data=classes(16), max_steps=2, log="none", callbacks=[ImageSamples()])
     with pytest.raises(DataError, match="batches of images"):
         trainer.fit()
+
+
+def test_each_validation_set_has_its_own_images():
+    sets = {"a": pictures(seed=1), "b": pictures(seed=2)}
+    fit(ImageSamples(n=3), val_data=sets, eval_every={"b": 2})
+    assert [(line["step"], line["key"]) for line in recorded()] == [(5, "val/a"), (10, "val/a"), (10, "val/b")]
+    for line in recorded():
+        known = sets[line["key"][-1]][0]
+        for shown in line["images"]:
+            pixels = torch.tensor(opened(shown).transpose(2, 0, 1).copy())
+            assert (known == pixels).flatten(1).all(1).any()

@@ -1,5 +1,6 @@
 """`trainformer train` and `check` end to end: the plan's commands on small models, signals, and resuming."""
 
+import contextlib
 import json
 import os
 import signal
@@ -106,6 +107,47 @@ def test_a_task_in_the_current_folder(monkeypatch):
     assert Path("runs/mine/status.json").exists()
     # It is the project's own, so that the recipe needs no trust.
     assert app.main(["run", "runs/mine/recipe.yaml"]) == 0
+
+
+def test_several_validation_sets_and_schedulers(capsys):
+    line = "train --task=cli_toys:Fit --data=32 --val clean=8 --val shifted=12 --epochs=2 --batch-size=8 --name=sets"
+    line += " --eval-every.shifted=3steps --monitor-metric=val/shifted/loss --log=none"
+    schedulers = "[{name: StepLR, step_size: 1, interval: epoch}, {name: plateau, monitor: val/clean/loss}]"
+    assert app.main([*line.split(), "--scheduler", schedulers]) == 0
+    lines = [json.loads(text) for text in Path("runs/sets/metrics.jsonl").read_text().splitlines()]
+    steps = {name: [one["step"] for one in lines if f"val/{name}/loss" in one] for name in ("clean", "shifted")}
+    assert steps == {"clean": [4, 8], "shifted": [3, 6, 8]}
+    assert app.main(["run", "runs/sets/recipe.yaml", "--trust=cli_toys", "--set", "trainer.name=again"]) == 0
+    again = [json.loads(text) for text in Path("runs/again/metrics.jsonl").read_text().splitlines()]
+    assert again[-1]["val/shifted/loss"] == lines[-1]["val/shifted/loss"]
+    capsys.readouterr()
+    assert app.main(["evaluate", "runs/sets", "--trust=cli_toys", "--json"]) == 0
+    metrics = json.loads(capsys.readouterr().out)["metrics"]
+    assert metrics == {name: lines[-1][name] for name in ("val/clean/loss", "val/shifted/loss")}
+    more = ["--data", "a=8", "--data", "b=12", "--json"]
+    assert app.main(["evaluate", "runs/sets", "--trust=cli_toys", *more]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"] == {
+        "val/a/loss": metrics["val/clean/loss"],
+        "val/b/loss": metrics["val/shifted/loss"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--val", "8", "--val", "12"], "Give each its own name"),
+        (["--val", "a=8", "--val", "a=12"], "Give each its own name"),
+        (["--val", "a=8", "--val-data", "12"], "received both"),
+        (["--val", "a=8", "--monitor-metric", "val/loss"], "'val/a/loss'"),
+        (["--val", "a=8", "--eval-every.b=2"], "There is a"),
+        (["--scheduler", "{name: StepLR, interval: epochs}"], "Did you mean 'epoch'"),
+    ],
+)
+def test_mistakes_with_sets_and_schedulers_are_one_message(words, message, capsys):
+    with contextlib.suppress(SystemExit):
+        assert app.main(["train", "--task=cli_toys:Fit", "--data=8", "--epochs=1", *words]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not Path("runs").exists()
 
 
 def test_a_failure_is_one_paragraph(capsys):

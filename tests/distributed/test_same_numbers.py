@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 RUNS = [  # run, strategy, settings
     *("mlp,ddp", "mlp,ddp,accumulation_steps=3", "llama,ddp", "llama,ddp,accumulation_steps=2", "simclr,ddp"),
     *("mlp,ddp,dispatch_batches=1", "mlp,fsdp", "llama,fsdp,accumulation_steps=2", "simclr,fsdp"),
-    *("mlp,pipeline", "llama,pipeline"),
+    *("mlp,pipeline", "llama,pipeline", "sets,ddp", "sets,fsdp"),
 ]
 
 
@@ -44,5 +44,8 @@ def test_losses_fall_and_every_sample_counts_once_per_epoch(results):
         assert results[4][3][f"{run} counts"][1] == samples
     assert len(results[4][0]["mlp,fsdp train/positive"]) == 15  # values that the task logs itself
     assert torch.allclose(results[4][1]["mlp,ddp val/logged"], results[1][0]["mlp,ddp val/loss"], rtol=0, atol=1e-12)
+    assert results[4][3]["sets,ddp val/small/rows"].tolist() == [3, 3, 3]
+    assert results[4][3]["sets,ddp val/clean/rows"].tolist() == [13] * 8  # every second of 15 steps, and the last
+    assert len(results[4][0]["sets,ddp train/lr"].unique()) > 4
     assert results[4][2]["mlp,ddp val/rows"].unique().tolist() == [13]
     assert torch.unique(results[2][0]["mlp,ddp val/ordered"]).numel() == 3  # one evaluation an epoch, each its own

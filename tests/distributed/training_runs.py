@@ -56,10 +56,27 @@ def deep_mlp() -> nn.Sequential:
 def run_mlp(strategy: Any, **options: Any) -> Trainer:
     """37 samples in batches of 8: the last one has 5; 13 to evaluate on in batches of 4: the last one has 1."""
     settings = {"epochs": 3, "batch_size": 8, "eval_batch_size": 4, "lr": 0.02, "log_every": 1, "gradient_clip": 0.5}
-    val = TensorDataset(*classes(13, seed=1))
+    settings["val_data"] = TensorDataset(*classes(13, seed=1))
     task = RowsTask(deep_mlp())
     task.logs = strategy != "pipeline"
-    return Trainer(task, TensorDataset(*classes(37)), val, strategy=strategy, **{**QUIET, **settings, **options})
+    return Trainer(task, TensorDataset(*classes(37)), strategy=strategy, **{**QUIET, **settings, **options})
+
+
+def run_sets(strategy: Any, **options: Any) -> Trainer:
+    """Two validation sets with their own cadences, and schedulers that follow them and count epochs."""
+    sets = {"clean": TensorDataset(*classes(13, seed=1)), "small": TensorDataset(*classes(3, seed=2))}
+    plateau = {"name": "ReduceLROnPlateau", "patience": 0, "threshold": 0.2, "factor": 0.5}
+    settings = {
+        "val_data": sets,
+        "eval_every": {"clean": "2steps", "small": 1},
+        "monitor_metric": "val/small/loss",
+        "scheduler": [
+            "constant",
+            {**plateau, "monitor": "val/clean/loss"},
+            {"name": "StepLR", "step_size": 1, "gamma": 0.9, "interval": "epoch"},
+        ],
+    }
+    return run_mlp(strategy, **{**settings, **options})
 
 
 def wide_llama(seed: int = 0, **sizes: Any) -> LlamaForCausalLM:
@@ -103,14 +120,16 @@ def run_simclr(strategy: Any, **options: Any) -> Trainer:
     return Trainer(task, TensorDataset(images), strategy=strategy, **{**QUIET, **settings, **options})
 
 
-RUNS = {"mlp": run_mlp, "llama": run_llama, "simclr": run_simclr}
+RUNS = {"mlp": run_mlp, "llama": run_llama, "simclr": run_simclr, "sets": run_sets}
 
 
 def found(trainer: Trainer) -> dict[str, Tensor]:
     """Weights and every record of a run."""
     history = trainer.state.log_history
-    names = ("train/loss", "train/grad_norm", "train/positive")
-    names += ("val/loss", "val/logged", "val/pair", "val/rows", "val/ordered")
+    measured = [
+        f"{name}{metric}" for name in ("", "clean/", "small/") for metric in ("loss", "logged", "pair", "rows", "ordered")
+    ]
+    names = ("train/loss", "train/lr", "train/grad_norm", "train/positive", *(f"val/{name}" for name in measured))
     values = {name: [record[name] for record in history if name in record] for name in names}
     state = run_of(trainer).backend.strategy.unsharded_model().state_dict()
     tensors = {name: torch.tensor(series, dtype=torch.float64) for name, series in values.items() if series}

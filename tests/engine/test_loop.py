@@ -205,6 +205,44 @@ def test_minutes_as_cadence(monkeypatch):
     assert 2 <= run.services.count("save") <= 6
 
 
+class NamedServices(FakeServices):
+    """Validation sets with names."""
+
+    def evaluate(self, names=()):
+        self.calls.append(("evaluate", *names))
+        return {f"val/{name}/loss": 0.5 for name in names}
+
+
+def test_minutes_as_the_cadence_of_one_validation_set(monkeypatch):
+    clock = iter(range(0, 100_000, 7))
+    monkeypatch.setattr("trainformer.engine.loop.time.perf_counter", lambda: float(next(clock)))
+    every = {"often": Cadence.parse("1min", "steps"), "rarely": Cadence.parse("4min", "steps")}
+    run = Run(plan(eval_every=every, log_every=None), source=FakeSource(60), services=NamedServices(), listen=()).go()
+    evaluated = [name for call in run.services.calls if call[0] == "evaluate" for name in call[1:]]
+    assert evaluated.count("often") > 2 * evaluated.count("rarely") > 0
+
+
+@given(
+    a=st.integers(1, 7),
+    b=st.one_of(st.none(), st.integers(1, 7)),
+    per_epoch=st.integers(1, 5),
+    epochs=st.integers(1, 4),
+)
+def test_named_sets_are_evaluated_when_due_and_never_twice_at_a_step(a, b, per_epoch, epochs):
+    every = {"a": Cadence(a, "steps"), "b": None if b is None else Cadence(b, "epochs")}
+    services, steps = NamedServices(), []
+    run = Run(plan(eval_every=every, eval_at_end=True, epochs=epochs), source=FakeSource(per_epoch), services=services,
+              listen=())  # fmt: skip
+    run.bus.add("steps", {Event.EVAL_END: lambda metrics: steps.append((run.state.step, *sorted(metrics)))})
+    run.go()
+    total = per_epoch * epochs
+    found = {name: [step for step, *names in steps if f"val/{name}/loss" in names] for name in "ab"}
+    assert found["a"] == sorted({*range(a, total + 1, a), total})
+    due = [] if b is None else sorted({*(n * per_epoch for n in range(b, epochs + 1, b)), total})
+    assert found["b"] == due
+    assert len(steps) == len({step for step, *_ in steps})
+
+
 def test_every_step_is_verified_before_it_is_evaluated_or_saved():
     run = Run(plan(save_every=Cadence(2, "steps"), log_every=None), source=FakeSource(4)).go()
     assert run.backend.verified[:2] == [2, 4]

@@ -136,6 +136,17 @@ def test_the_clock_of_another_rank_asks_for_nothing():
     assert [seat.exchanges for seat in seats] == [1, 1]
 
 
+def test_the_clock_of_rank_0_asks_all_ranks_for_one_validation_set():
+    def story(rank, control, sync):
+        sync.begin(lambda: False)
+        if rank == 0:
+            sync.note_overdue("should_evaluate/shifted")
+        sync.poll_requests()
+
+    controls, _ = together(2, story)
+    assert [(control.should_evaluate, control.due_sets) for control in controls] == [(True, ("shifted",))] * 2
+
+
 def test_what_came_after_the_last_step_is_heard_at_the_end():
     def story(rank, control, sync):
         sync.begin(lambda: False)

@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from trainformer import hf
+from trainformer.core.errors import BadArgument
+from trainformer.report.reading import read_run
 
 SEQUENTIAL = {"train_sampling_strategy": "sequential", "logging_steps": 1, "num_train_epochs": 2}
 
@@ -256,6 +258,43 @@ def test_several_eval_datasets(tmp_path):
     assert len(during) >= 2
     assert ours.state.best_metric == pytest.approx(theirs.state.best_metric, abs=1e-6)
     assert ours.evaluate("far")["eval_loss"] == pytest.approx(expected["eval_far_loss"], abs=1e-6)
+
+
+def test_records_best_model_and_report_of_several_eval_datasets_agree(tmp_path):
+    sets = {"near": examples(10, seed=1), "near_by": examples(12, seed=2)}  # one name begins with the other
+    options = {"eval_strategy": "epoch", "save_strategy": "epoch", "num_train_epochs": 4, "learning_rate": 0.3}
+    options |= {"metric_for_best_model": "eval_near_by_loss", "load_best_model_at_end": True, "preserve_n_best": 1}
+    trainer = make(tmp_path, evaluation=sets, logging_dir=str(tmp_path / "logs"), **options)
+    trainer.train()
+    losses = {r["step"]: r["eval_near_by_loss"] for r in trainer.state.log_history if "eval_near_by_loss" in r}
+    best = min(losses, key=losses.get)
+    assert trainer.state.best_metric == losses[best]
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+    assert trainer.evaluate()["eval_near_by_loss"] == pytest.approx(losses[best], abs=1e-6)
+    found = read_run(tmp_path / "logs")
+    assert (found["best"]["name"], found["best"]["step"]) == ("val/near_by/loss", best)
+    assert found["config"]["val_sets"]["value"] == ["near", "near_by"]
+    assert found["series"]["val/near_by/loss"][0] == list(losses)
+    assert "val/near/loss" in found["series"]
+
+
+def test_a_metric_of_no_eval_dataset_is_refused_before_training(tmp_path):
+    sets = {"near": examples(10, seed=1), "far": examples(12, seed=2)}
+    trainer = make(tmp_path, evaluation=sets, eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True)
+    with pytest.raises(BadArgument, match="Such as eval_near_loss, eval_far_loss"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+    class Mean(hf.Trainer):
+        def evaluate(self, *args, **kwargs):
+            found = super().evaluate(*args, **kwargs)  # calls itself for each of them
+            losses = [found[name] for name in ("eval_near_loss", "eval_far_loss") if name in found]
+            return found | ({"eval_loss": sum(losses) / 2} if len(losses) == 2 else {})
+
+    trainer = make(tmp_path, evaluation=sets, eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True,
+                   trainer=Mean)  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_metric is not None
 
 
 def test_evaluation_can_be_limited_and_delayed(tmp_path):

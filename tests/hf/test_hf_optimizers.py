@@ -164,8 +164,9 @@ def test_plateau_in_the_native_trainer():
     optimizer = torch.optim.SGD(task.model.parameters(), lr=1.0)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.5)
     native = trainformer.Trainer(
-        task, data, val_data=data, optimizer=optimizer, scheduler=plateau, epochs=4, log="none", device="cpu"
-    )
+        task, data, val_data=data, optimizer=optimizer, scheduler=plateau, epochs=4, log="none", device="cpu",
+        monitor_mode="max",
+    )  # fmt: skip
     native.fit()  # the loss falls, but the scheduler wants it to rise
     assert run_of(native).backend.optimizer.param_groups[0]["lr"] == 0.125
 

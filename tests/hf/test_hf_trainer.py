@@ -498,6 +498,21 @@ def test_check_does_not_change_the_run(tmp_path):
     assert equal(parameters(plain.model), parameters(checked.model))
 
 
+def test_check_knows_the_metrics_of_compute_metrics_and_of_several_datasets(tmp_path):
+    def sizes(prediction):
+        return {"size": float(len(prediction.label_ids))}
+
+    options = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+    options["more"] = {"compute_metrics": sizes}
+    sets = {"a": examples(10, seed=1), "b": examples(12, seed=2)}
+    for data, metric in ((examples(9), "size"), (sets, "b_size")):
+        trainer = make(tmp_path, evaluation=data, metric_for_best_model=metric, **options)
+        assert trainer.check().ok
+    wrong = make(tmp_path, evaluation=sets, metric_for_best_model="b_sice", **options)
+    with pytest.raises(CheckFailed, match=r"'val/b/sice'.*Did you mean 'val/b/size'"):
+        wrong.check()
+
+
 def test_check_finds_unused_parameters(tmp_path):
     model = Classifier()
     model.forgotten = nn.Linear(2, 2)

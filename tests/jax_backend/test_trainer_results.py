@@ -57,6 +57,41 @@ def test_evaluation_does_not_depend_on_the_batch_size(kind, size, devices):
     assert trainer.eval()["eval_loss"] == pytest.approx(mean_by_numpy(trainer.model_state.params, data), rel=1e-5)
 
 
+def test_several_evaluation_datasets():
+    """Each has the metrics that it has alone; one of them chooses the best checkpoint."""
+    sets = {"near": rows_of(samples(13, seed=1)), "far": samples(7, seed=2)}  # a list of samples, a dict of arrays
+    options = {"eval_steps": 2, "save_steps": 2, "metric_for_best_model": "far_loss", "learning_rate": 0.1}
+    trainer = mlp_trainer(dataset_eval=sets, evaluation_strategy="steps", **options)
+    trainer.train()
+    found = trainer.eval()
+    for name, data in (("near", samples(13, seed=1)), ("far", samples(7, seed=2))):
+        expected = mean_by_numpy(trainer.model_state.params, data)
+        assert found[f"eval_{name}_loss"] == pytest.approx(expected, rel=1e-5)
+    assert set(found) == {"eval_near_loss", "eval_far_loss"}
+    seen = {r["step"]: r["val/far/loss"] for r in trainer.state.log_history if "val/far/loss" in r}
+    assert list(seen) == [2, 4, 6, 8]
+    assert trainer.state.best_step == min(seen, key=seen.get)
+    assert set(trainer.best_metrics) == {"val/near/loss", "val/far/loss"}
+
+
+def rows_of(data):
+    return [{name: column[row] for name, column in data.items()} for row in range(len(data["x"]))]
+
+
+def test_columns_are_one_dataset_and_other_names_are_refused():
+    assert set(mlp_trainer(dataset_eval=samples(8)).eval()) == {"eval_loss"}
+    with pytest.raises(BadArgument, match="'val/near/loss'"):
+        mlp_trainer(
+            dataset_eval={"near": rows_of(samples(8))}, metric_for_best_model="loss", save_steps=2, eval_steps=2
+        )
+    with pytest.raises(BadArgument, match="letters, digits"):
+        mlp_trainer(dataset_eval={"a/b": rows_of(samples(8))})
+    with pytest.raises(BadArgument, match="torch only"):
+        mlp_trainer(scheduler={"scheduler": "cosine", "interval": "epoch"})
+    with pytest.raises(BadArgument, match="one of constant, linear"):
+        mlp_trainer(scheduler="ReduceLROnPlateau")
+
+
 def test_another_state_can_be_evaluated():
     data = samples(13, seed=1)
     trainer = mlp_trainer(dataset_eval=data, eval_batch_size=8)

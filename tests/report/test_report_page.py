@@ -53,6 +53,27 @@ def test_hovering_shows_what_was_logged(visit, rich):
     assert "resumed at step 100" in seen.page.locator("figure[data-title=loss] .tip").inner_text()
 
 
+def test_validation_sets_share_a_plot_with_a_curve_each(visit, tmp_path):
+    def named(record, name):
+        return {key.replace("val/", f"val/{name}/"): value for key, value in record.items()}
+
+    metrics = [
+        {**named(record, "clean"), **named({**record, "val/loss": 2.5}, "shifted")} if "val/loss" in record else record
+        for record in training()
+    ]
+    write_run(tmp_path / "sets", metrics, config={**CONFIG, "val_sets": (["clean", "shifted"], "data")})
+    seen = visit(write_report(tmp_path / "sets"))
+    draw_all(seen.page)
+    titles = [box.get_attribute("data-title") for box in seen.page.locator("#curves .chart").all()]
+    assert titles[:2] == ["loss", "accuracy"]
+    keys = [seen.page.locator(f"figure[data-title={title}] .key").all_inner_texts() for title in titles[:2]]
+    assert keys == [["train", "val clean", "val shifted"], ["val clean", "val shifted"]]
+    seen.hover("loss", 100)
+    values = {name: float(value) for (_, name), value in seen.tooltip("loss").items()}
+    assert values["val/shifted/loss"] == 2.5
+    assert values["val/clean/loss"] == pytest.approx(logged(tmp_path / "sets", "val/clean/loss")[100], rel=1e-5)
+
+
 def test_all_plots_share_a_cursor(visit, rich):
     seen = visit(rich)
     draw_all(seen.page)

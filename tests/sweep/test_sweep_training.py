@@ -42,6 +42,25 @@ def test_runs_with_the_same_name_get_separate_folders_and_report():
         assert describe(trial.run).status == "finished"
 
 
+def test_one_of_several_validation_sets_is_reported():
+    """Evaluations of the other one are neither reported nor counted."""
+    x, y = toys.classes(48)
+    sets = {"often": (x[:9], y[:9]), "judge": (x[9:30], y[9:30])}
+
+    @sweep(lr=grid(1e-2, 3e-2))
+    def experiment(lr):
+        options = {"monitor_metric": "val/judge/loss", "eval_every": {"often": "1steps"}, "name": "sets"}
+        return -train(lr, val_data=sets, **options).best_metrics["val/judge/loss"]
+
+    experiment.run(method="grid", **QUIET)
+    for trial in trials_of("experiment"):
+        losses = evaluations(trial.run, "val/judge/loss")
+        assert len(losses) == 3
+        assert len(evaluations(trial.run, "val/often/loss")) == 9
+        assert trial.intermediate == {n: -loss for n, loss in enumerate(losses, 1)}
+        assert trial.metric == -min(losses)
+
+
 def test_a_pruned_run_stops_and_logs_why():
     @sweep(lr=grid(0.05, 0.04, 0.06, 0.05001, 0.04001, 1e-6))
     def experiment(lr):

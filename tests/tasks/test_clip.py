@@ -190,6 +190,21 @@ def test_several_templates_are_averaged() -> None:
     torch.testing.assert_close(parts.norm(dim=1), torch.ones(4))
 
 
+def test_zero_shot_accuracy_on_several_sets_with_other_classes(tmp_path: Path) -> None:
+    """Each has the classes of its own folder, whichever was prepared last."""
+    folders = {"three": ("cross", "ring", "square"), "two": ("circle", "ring")}
+    for name, kinds in folders.items():
+        for shape in kinds:
+            shapes.write_images(tmp_path / name / shape, list(shapes.scenes(shapes=(shape,)))[:5])
+    task = make(templates="a {}")
+    found = trainer_for(task, val_data={name: str(tmp_path / name) for name in folders}).evaluate()
+    for name in folders:
+        folder = ImageFolder(tmp_path / name)
+        scores = task.zero_shot([image for image, _ in folder], folder.classes)
+        right = (scores.argmax(1) == torch.tensor(folder.targets)).double().mean().item()
+        assert found[f"val/{name}/zero_shot_accuracy"] == pytest.approx(right)
+
+
 def test_zero_shot_accuracy_on_a_folder_of_classes(tmp_path: Path) -> None:
     for shape in ("circle", "ring", "square"):
         scenes = list(shapes.scenes(shapes=(shape,)))[:5]

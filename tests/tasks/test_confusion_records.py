@@ -13,6 +13,7 @@ from torch import nn
 from ranks import on_ranks
 from text_toys import WORDS, batches_of, bert, masking_tokenizer, sentences, trainer_for
 from trainformer import Trainer
+from trainformer.report.reading import read_run
 from trainformer.tasks import ImageClassification, TextClassification, TokenClassification
 from trainformer.tasks.classification_report import confusion_record
 
@@ -36,7 +37,7 @@ def painter(**options):
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 3))
     task = ImageClassification(model, num_classes=3, augment="none", image_size=8)
     usual = {"batch_size": 8, "max_steps": 4, "lr": 1e-3, "log": "none", "run_dir": "run", "save_best": 0}
-    return Trainer(task, pictures(32), val_data=pictures(37, 1), **{**usual, **options})
+    return Trainer(task, pictures(32), **{"val_data": pictures(37, 1), **usual, **options})
 
 
 def judged(trainer):
@@ -124,3 +125,16 @@ def test_of_many_classes_the_most_mistaken():
     assert record["matrix"][place("c100")][place("c7")] == 4
     assert record["labels"] == sorted(record["labels"], key=lambda name: int(name[1:]))
     assert len(confusion_record(counts[:100, :100], None)["confusion_matrix"]["matrix"]) == 100
+
+
+def test_each_validation_set_has_its_own_matrix():
+    sets = {"a": pictures(37, 1), "b": pictures(20, 2)}
+    trainer = painter(val_data=sets, eval_every={"a": "2steps", "b": "4steps"}).fit()
+    lines = [json.loads(line) for line in Path("run/records.jsonl").read_text().splitlines()]
+    found = [(r["step"], r["key"], np.array(r["matrix"])) for r in lines if r["kind"] == "confusion_matrix"]
+    assert [(step, key) for step, key, _ in found] == [(2, "a"), (4, "a"), (4, "b")]
+    for _, key, matrix in found[1:]:
+        images, labels = sets[key]
+        predicted = [int(row["prediction"]) for row in trainer.predict(images)]
+        assert np.array_equal(matrix, confusion_matrix(labels.tolist(), predicted, labels=range(3)))
+    assert [group["key"] for group in read_run(Path("run"))["confusion"]] == ["a", "b"]

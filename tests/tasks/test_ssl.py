@@ -450,7 +450,7 @@ def test_online_knn_weighs_votes_by_similarity() -> None:
     """One image of class 0 is the same as the query, two of class 1 are further off: few, but near, win."""
 
     class Stub:
-        same_classes = True
+        same_classes, evaluated_sets = True, ()
 
         def embed(self, data: str, max_samples: int | None = None) -> dict[str, Tensor]:
             bank = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.6, -0.8]])
@@ -476,7 +476,7 @@ def test_online_knn_every_and_max_train() -> None:
     embed = run.embed
 
     class Counting:
-        same_classes = True
+        same_classes, evaluated_sets = True, ()
 
         def embed(self, *args: Any) -> dict[str, Tensor]:
             rows = embed(*args)
@@ -501,6 +501,29 @@ def test_online_linear_learns_and_reports() -> None:
     val = run.embed("val")
     guesses = callback.classifier.eval()(val["embedding"]).argmax(1)
     assert logged[-1] == pytest.approx((guesses == val["label"]).float().mean().item())
+
+
+def test_probes_of_several_validation_sets() -> None:
+    """Each set has its own, at the evaluations that include it, and equal to that of the set alone."""
+    images, labels = toys.pixels(40, channels=1), toys.labels(40)
+
+    def run(val_data: Any, **options: Any) -> Any:
+        task = toys.make("simclr", lambda: toys.Net(channels=1), in_chans=1, augment_options=MILD)
+        return toys.fit(task, (images, labels), val_data=val_data, callbacks=[OnlineKNN(k=3), OnlineLinear()],
+                        max_steps=4, batch_size=8, lr=0.01, **options)  # fmt: skip
+
+    sets = {"a": (images[:15], labels[:15]), "b": (images[15:], labels[15:])}
+    options = {"monitor_metric": "val/b/online_knn", "monitor_mode": "max"}
+    both = run(sets, eval_every={"a": "2steps", "b": "4steps"}, **options)
+    first, last = [record for record in both.state.log_history if "val/a/online_knn" in record]
+    assert "val/b/online_knn" not in first
+    alone = run(sets["b"], eval_every="4steps").state.log_history[-1]
+    for probe in ("online_knn", "online_linear"):
+        assert last[f"val/b/{probe}"] == alone[f"val/{probe}"]
+    assert both.best_metrics["val/b/online_knn"] == last["val/b/online_knn"]
+    assert len(both.embed("val/b")["label"]) == 25
+    with pytest.raises(BadArgument, match="val/a, val/b"):
+        both.embed("val")
 
 
 def test_online_linear_survives_a_step_that_is_skipped() -> None:

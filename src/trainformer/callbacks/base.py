@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
@@ -62,14 +62,18 @@ class TrainerLike(Protocol):
     same_classes: bool
     train_dataloader: Any
     val_dataloader: Any
+    val_sets: tuple[str, ...]
+    evaluated_sets: tuple[str, ...]
     logger: Any
 
     def was_set(self, name: str) -> bool: ...
     def stop(self, reason: str) -> None: ...
     def log_metrics(self, metrics: dict[str, float]) -> None: ...
     def record(self, kind: str, **content: Any) -> None: ...
-    def sample_predictions(self, max_samples: int, inputs: Callable[[Any], dict[str, Any]]) -> dict[str, Any]: ...
-    def evaluate_without_ema(self) -> dict[str, float]: ...
+    def sample_predictions(
+        self, max_samples: int, inputs: Callable[[Any], dict[str, Any]], val_set: str | None = None
+    ) -> dict[str, Any]: ...
+    def evaluate_without_ema(self, names: Sequence[str] = ()) -> dict[str, float]: ...
     def embed(self, data: Any = "val", max_samples: int | None = None) -> dict[str, Any]: ...
     def eval_mode(self) -> AbstractContextManager[None]: ...
     def save(self, path: str) -> str: ...
@@ -238,6 +242,12 @@ class CallbackList:
                     getattr(callback, name)(trainer, *args)
 
         return dispatch
+
+
+def was_left_out(trainer: TrainerLike, metric: str) -> bool:
+    """Whether a metric belongs to a validation set that the current evaluation did not include."""
+    names = [name for name in getattr(trainer, "val_sets", ()) if name not in trainer.evaluated_sets]
+    return any(metric.startswith(f"val/{name}/") for name in names)
 
 
 class EveryNthEvaluation:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainformer.callbacks.base import TrainerLike
+from trainformer.callbacks.base import TrainerLike, was_left_out
 from trainformer.core.errors import BadArgument, expected
 from trainformer.engine.state import is_better
 
@@ -39,6 +39,8 @@ class ModelCheckpoint:
 
     def on_validation_end(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
         value = metrics.get(self.monitor)
+        if value is None and was_left_out(trainer, self.monitor):
+            return
         if value is None:
             missing = "ModelCheckpoint: %r is not among the metrics %s; nothing saved"
             logger.warning(missing, self.monitor, sorted(metrics))

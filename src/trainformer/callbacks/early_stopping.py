@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainformer.callbacks.base import TrainerLike
+from trainformer.callbacks.base import TrainerLike, was_left_out
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.engine.state import is_better
 
@@ -39,6 +39,8 @@ class EarlyStopping:
 
     def on_validation_end(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
         value = metrics.get(self.monitor)
+        if value is None and was_left_out(trainer, self.monitor):
+            return
         if value is None:
             raise BadArgument(
                 f"EarlyStopping monitors {self.monitor!r}, but the evaluation returned {sorted(metrics)}. "

@@ -92,7 +92,7 @@ class EMA:
     def compute_metrics(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
         if not self.compare:
             return {}
-        trained = trainer.evaluate_without_ema()
+        trained = trainer.evaluate_without_ema(trainer.evaluated_sets)
         return {f"val/without_ema/{name.removeprefix('val/')}": value for name, value in trained.items()}
 
     def state_dict(self) -> dict[str, Any]:

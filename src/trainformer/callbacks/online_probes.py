@@ -21,8 +21,9 @@ class OnlineKNN(EveryNthEvaluation):
 
     The protocol of DINO: `k` neighbours by cosine similarity, votes weighted by exp(similarity / `temperature`). Up to
     `max_train` evenly spaced training images are embedded without augmentation. The accuracy is logged as
-    ``val/online_knn`` and can be monitored. Needs labelled data and a task that predicts embeddings (`SSL`,
-    `MetricLearning`). `every`: run at every N-th evaluation.
+    ``val/online_knn`` and can be monitored; with several validation sets, each has its own (``val/NAME/online_knn``).
+    Needs labelled data and a task that predicts embeddings (`SSL`, `MetricLearning`). `every`: run at every N-th
+    evaluation.
     """
 
     needs_torch = True
@@ -53,21 +54,32 @@ class OnlineKNN(EveryNthEvaluation):
                 "OnlineKNN votes with the labels of the training data, but the validation data has other classes. "
                 "Remove it: the task's own metrics (retrieval, kNN within the validation data) do not need it."
             )
-        bank, queries = trainer.embed("train", self.max_train), trainer.embed("val")
-        if "label" not in bank or "label" not in queries:
-            raise DataError(
-                "OnlineKNN needs labels in the training and validation data, and received data without. Remove it."
+        bank, found = trainer.embed("train", self.max_train), {}
+        for name in trainer.evaluated_sets or ("",):
+            queries = trainer.embed(f"val/{name}" if name else "val")
+            if "label" not in bank or "label" not in queries:
+                raise DataError(
+                    "OnlineKNN needs labels in the training and validation data, and received data without. Remove it."
+                )
+            found[_metric(self.name, name)] = knn_accuracy(
+                queries["embedding"],
+                queries["label"],
+                k=min(self.k, len(bank["embedding"])),
+                gallery=bank["embedding"],
+                gallery_labels=bank["label"],
+                weighted=True,
+                temperature=self.temperature,
             )
-        accuracy = knn_accuracy(
-            queries["embedding"],
-            queries["label"],
-            k=min(self.k, len(bank["embedding"])),
-            gallery=bank["embedding"],
-            gallery_labels=bank["label"],
-            weighted=True,
-            temperature=self.temperature,
-        )
-        return {self.name: accuracy}
+        return found
+
+
+def _metric(name: str, val_set: str) -> str:
+    """The name of a metric of a validation set.
+
+    >>> _metric("val/online_knn", "clean"), _metric("val/online_knn", "")
+    ('val/clean/online_knn', 'val/online_knn')
+    """
+    return f"val/{val_set}/{name.removeprefix('val/')}" if val_set else name
 
 
 @dataclass
@@ -133,17 +145,19 @@ class OnlineLinear:
     def compute_metrics(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
         if self.classifier is None:
             return {}
-        rows = trainer.embed("val")
-        if "label" not in rows:
-            return {}
-        device = next(self.classifier.parameters()).device
+        device, found = next(self.classifier.parameters()).device, {}
         self.classifier.eval()
-        correct = sum(
-            int((self.classifier(chunk.to(device)).argmax(1).cpu() == labels).sum())
-            for chunk, labels in zip(rows["embedding"].split(4096), rows["label"].split(4096), strict=True)
-        )
+        for name in trainer.evaluated_sets or ("",):
+            rows = trainer.embed(f"val/{name}" if name else "val")
+            if "label" not in rows:
+                continue
+            correct = sum(
+                int((self.classifier(chunk.to(device)).argmax(1).cpu() == labels).sum())
+                for chunk, labels in zip(rows["embedding"].split(4096), rows["label"].split(4096), strict=True)
+            )
+            found[_metric(self.name, name)] = correct / len(rows["label"])
         self.classifier.train()
-        return {self.name: correct / len(rows["label"])}
+        return found
 
     def _get_classifier(self, trainer: TrainerLike, features: Tensor) -> tuple[Any, torch.optim.Optimizer]:
         if self.classifier is None or self._optimizer is None:

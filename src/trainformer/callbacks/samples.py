@@ -67,7 +67,7 @@ class TextSamples(EveryNthEvaluation):
 
 @dataclass
 class ImageSamples(EveryNthEvaluation):
-    """After each evaluation, record some validation images with their true and predicted class.
+    """After each evaluation, record some images of each validation set with their true and predicted class.
 
     Records `n` evenly spaced images, the same each time, as the model sees them (without normalisation) and at most
     `size` pixels wide and high. They are stored as PNG in ``records.jsonl`` and shown in reports. Needs an image task
@@ -92,16 +92,17 @@ class ImageSamples(EveryNthEvaluation):
     def on_validation_end(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
         if not self.is_due():
             return
-        rows = trainer.sample_predictions(self.n, _images_and_labels)
-        if not trainer.is_main:
-            return
-        images = _pixels(trainer.task, rows["image"])
-        names = getattr(trainer.task, "class_names", None)
-        shown = [
-            {"png": _png(image, self.size), "caption": _caption(rows, place, names)}
-            for place, image in enumerate(images)
-        ]
-        trainer.record("images", key=self.key, images=shown)
+        for name in trainer.evaluated_sets or (None,):
+            rows = trainer.sample_predictions(self.n, _images_and_labels, name)
+            if not trainer.is_main:
+                continue
+            images = _pixels(trainer.task, rows["image"])
+            names = getattr(trainer.task, "class_names", None)
+            shown = [
+                {"png": _png(image, self.size), "caption": _caption(rows, place, names)}
+                for place, image in enumerate(images)
+            ]
+            trainer.record("images", key=self.key if name is None else f"{self.key}/{name}", images=shown)
 
 
 def _images_and_labels(batch: Any) -> dict[str, Tensor]:

@@ -107,7 +107,7 @@ def _optimizer(strategy: Strategy, name: str, optimizer: torch.optim.Optimizer) 
 
 
 def _schedule(name: str, schedule: Schedule) -> StateComponent:
-    adapter = StatefulAdapter(schedule.state_dict, schedule.load_state_dict)
+    adapter = StatefulAdapter(schedule.state_dict, schedule.load_state_dict, schedule.check_state)
     return StateComponent(_key("schedule", name), adapter, required=False)
 
 

@@ -172,9 +172,10 @@ def summaries(kind: str) -> dict[str, str]:
 def built_in(kind: str) -> dict[str, str]:
     """The names of a kind that are ours, with a summary."""
     if kind == "schedulers":
-        from trainformer.backends.torch.schedules import SCHEDULES
+        from trainformer.backends.torch.scheduler_declarations import SCHEDULES, TORCH_SCHEDULERS
 
-        return {name: first_sentence(schedule) for name, schedule in SCHEDULES.items()}
+        ours = {name: first_sentence(schedule) for name, schedule in SCHEDULES.items()}
+        return ours | {name: f"torch.optim.lr_scheduler.{name}" for name in TORCH_SCHEDULERS}
     if kind == "optimizers":
         from trainformer.backends.torch.optimizer_names import BITSANDBYTES_OPTIMIZERS, TORCH_OPTIMIZERS
 

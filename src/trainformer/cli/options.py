@@ -29,6 +29,7 @@ from trainformer.cli.components import (
     trainer_component,
 )
 from trainformer.cli.consent import add_trust_argument
+from trainformer.cli.named_data import named_data
 from trainformer.cli.vocabulary import suggest_option
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
@@ -50,10 +51,11 @@ _METAVARS = {"int": "N", "float": "X", "[": "LIST", "{": "MAPPING", "Any": "VALU
 # The docstrings of these describe the Python arguments.
 _HELP = {
     "data": "training data: a path or name that the task can load",
-    "val_data": "validation data, likewise",
+    "val_data": "validation data, likewise; several sets with names: --val clean=DATA --val shifted=DATA",
     "val_split": "fraction or number of training samples to hold out for validation instead",
     "callbacks": "such as EarlyStopping or 'EarlyStopping(patience=3), EMA'; `trainformer tasks` lists them",
 }
+_VAL_DATA = "trainer.val_data"
 _OBJECT = "An object is written as in a config: '{type: package.module.Class, argument: value}'."
 _BOOLEANS = ("true", "True", "yes", "on", "1", "false", "False", "no", "off", "0")
 
@@ -192,7 +194,11 @@ class OptionTable:
         """The values by role and name, in the order of the words."""
         given: dict[str, tuple[Word, str]] = {}
         keyed: list[tuple[Option, str, str]] = []
+        val_sets: list[str] = []
         for word in words:
+            if word.name == "val" and word.text is not None and "val" not in self.by_name:
+                val_sets.append(word.text)
+                continue
             option, key, text = self._resolve(word)
             if key:  # jsonargparse sets one level of keys only
                 keyed.append((option, key, text))
@@ -203,6 +209,10 @@ class OptionTable:
         parsed = self._parse(given)
         for option, key, text in keyed:
             parsed[option.key] = _with_key(parsed[option.key], key.split("."), text)
+        if val_sets:
+            if _VAL_DATA in parsed:
+                raise BadArgument("Expected --val or --val-data, received both. They are the same option.")
+            parsed[_VAL_DATA] = named_data(val_sets, "--val")
         values: Values = {component.role: {} for component in self.components}
         for name, value in parsed.items():
             option = self.by_key[name]

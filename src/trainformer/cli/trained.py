@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainformer.cli.app import Command
 from trainformer.cli.consent import add_trust_argument
+from trainformer.cli.named_data import named_data
 from trainformer.cli.output import (
     SECRET,
     add_variable_argument,
@@ -137,7 +138,8 @@ def monitored(settings: Mapping[str, Any]) -> tuple[str, str]:
 
 def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
-    parser.add_argument("--data", metavar="DATA", help="other data than the run's validation data: a path or a name")
+    data = "other data than the run's validation data: a path or a name; several: --data clean=DATA --data shifted=DATA"
+    parser.add_argument("--data", metavar="DATA", action="append", help=data)
     add_batch_size_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -147,11 +149,13 @@ def _evaluate(args: argparse.Namespace) -> None:
         trained = load_trained(args)
         if args.data is None and trained.trainer.val_dataloader is None:
             raise DataError(f"{trained.run} was trained without validation data. Name some: --data DATA.")
-        metrics = trained.trainer.evaluate(args.data)
+        data = None if args.data is None else named_data(args.data, "--data")
+        metrics = trained.trainer.evaluate(data)
     if not trained.trainer.is_main:
         return
-    lines = [f"{trained.checkpoint.path} on {args.data or 'its validation data'}", *lines_of(metrics)]
-    print_result(args, {**trained.source, "data": args.data, "metrics": metrics}, "\n".join(lines))
+    shown = "its validation data" if args.data is None else ", ".join(args.data)
+    lines = [f"{trained.checkpoint.path} on {shown}", *lines_of(metrics)]
+    print_result(args, {**trained.source, "data": data, "metrics": metrics}, "\n".join(lines))
 
 
 # -- export ----------------------------------------------------------------------------------------------------------

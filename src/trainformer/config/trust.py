@@ -335,15 +335,18 @@ def _is_shadowed(package: str) -> bool:
     return code is not None and code.shadows
 
 
-def _folders_in(value: Any, seen: set[int]) -> Iterator[Path]:
-    """The folders that a config names as data or output, unless the working directory lies in them."""
+def _folders_in(value: Any, seen: set[int], is_data: bool = False) -> Iterator[Path]:
+    """The folders that a config names as data or output, unless the working directory lies in them.
+
+    `is_data`: whether the value itself is data, such as several validation sets by name.
+    """
     if id(value) in seen:
         return
     seen.add(id(value))
     for key, part in parts(value):
-        is_folder = key in _FOLDERS or (isinstance(value, Call) and isinstance(key, int))
+        is_folder = is_data or key in _FOLDERS or (isinstance(value, Call) and isinstance(key, int))
         if not isinstance(part, str):
-            yield from _folders_in(part, seen)
+            yield from _folders_in(part, seen, is_data or key in _FOLDERS)
         elif is_folder and "\0" not in part and os.path.isdir(part):
             folder = Path(os.path.abspath(part))
             if not Path.cwd().resolve().is_relative_to(folder.resolve()):

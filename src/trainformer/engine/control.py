@@ -21,6 +21,7 @@ class Control:
     should_stop: bool = False
     should_log: bool = False
     should_evaluate: bool = False
+    due_sets: tuple[str, ...] = ()  # validation sets whose own cadence made the evaluation due; empty: all of them
     should_save: bool = False
     should_end_epoch: bool = False
     aborted: bool = False  # stop at once: no final log, evaluation or checkpoint
@@ -49,6 +50,13 @@ class Control:
         """Withdraw a request to stop."""
         self.should_stop = self.aborted = False
         self.stopped_by = self.stop_reason = None
+
+    def request(self, what: str) -> None:
+        """Set a flag; ``should_evaluate/NAME`` requests the evaluation of one validation set."""
+        flag, _, name = what.partition("/")
+        if name and (self.due_sets or not self.should_evaluate) and name not in self.due_sets:
+            self.due_sets = (*self.due_sets, name)
+        setattr(self, flag, True)
 
     def reset(self) -> None:
         """Clear every request. Called when `fit()` starts, so that a second call does not stop at once."""

@@ -34,7 +34,7 @@ class Plan:
     epochs: int | None
     accumulation: int = 1
     log_every: Cadence | None = None
-    eval_every: Cadence | None = None
+    eval_every: Cadence | Mapping[str, Cadence | None] | None = None  # or one for each validation set
     save_every: Cadence | None = None
     eval_on_save: bool = False
     eval_at_end: bool = True
@@ -74,10 +74,14 @@ class Loop:
         self._epoch_metrics: dict[str, float] = {}
         self._now = time.perf_counter()
         self._logged = self._now, 0, 0, 0
-        self._evaluated = self._saved = self._now
+        # How often each validation set is evaluated; the name is empty if there is one cadence for all of them.
+        own = plan.eval_every
+        self._eval_cadences = dict(own) if isinstance(own, Mapping) else {"": own}
+        self._evaluated = dict.fromkeys(self._eval_cadences, self._now)
+        self._saved = self._now
         self._paused = 0.0
         # A cadence in minutes needs the clock after every step; one in steps or epochs does not.
-        cadences = plan.log_every, plan.eval_every, plan.save_every
+        cadences = plan.log_every, plan.save_every, *self._eval_cadences.values()
         self._uses_clock = any(c is not None and c.unit == "seconds" for c in cadences)
         self._lr: Any = None
         self.loss: LazyScalar | None = None  # of the last step, if anybody listens
@@ -197,7 +201,7 @@ class Loop:
         control.should_save |= last and plan.save_at_end
         evaluate = control.should_evaluate or (last and self._evaluates_at_end())
         if evaluate or (control.should_save and plan.eval_on_save):
-            keep = self._evaluate()  # before the save, which a callback may request in on_eval_end
+            keep = self._evaluate(last)  # before the save, which a callback may request in on_eval_end
             control.should_save |= keep
             self.requests.sync_requests()
         if epoch is not None:
@@ -230,7 +234,7 @@ class Loop:
             elif self.state.step > self.state.loss_steps:
                 self._drain()
         if self.control.signal is None and self._evaluates_at_end() and self.state.step > 0:
-            self.control.should_save |= self._evaluate()
+            self.control.should_save |= self._evaluate(last=True)
         self.requests.sync_requests()
         if self.control.should_save or (self.plan.save_at_end and self.state.step > 0):
             self._save()
@@ -289,28 +293,46 @@ class Loop:
         state.loss_steps = state.step
         return metrics
 
-    def _evaluate(self) -> bool:
-        """Evaluate, unless this step was evaluated already. Returns whether the result is worth a checkpoint."""
+    def _evaluate(self, last: bool = False) -> bool:
+        """Evaluate what was not evaluated at this step yet. Returns whether the result is worth a checkpoint."""
         state = self.state
-        self.control.should_evaluate = False
-        if state.evaluated_at == state.step:
+        names = self._sets_to_evaluate(last)
+        if names is None:
             return False
         self.backend.verify(state.step)
         began = time.perf_counter()
         self.bus.emit(Event.EVAL_BEGIN)
-        metrics = self.services.evaluate()
+        metrics = self.services.evaluate(names) if names else self.services.evaluate()
         self.backend.begin_training()
-        state.evaluated_at = state.step
-        self._evaluated = time.perf_counter()
-        self._paused += self._evaluated - began
+        done = state.evaluated_sets if state.evaluated_at == state.step else []
+        state.evaluated_at, state.evaluated_sets = state.step, [*done, *names]
+        now = time.perf_counter()
+        self._evaluated |= dict.fromkeys(names or self._evaluated, now)
+        self._paused += now - began
         if not metrics:
             return False
-        self._epoch_metrics = metrics
+        self._epoch_metrics = self._epoch_metrics | metrics
         state.update_best(metrics, self.plan.monitor, self.plan.monitor_mode)
         state.add_record({"step": state.step, "epoch": self._progress(), **metrics})
         self.services.log(metrics, state.step)
         self.bus.emit(Event.EVAL_END, metrics)
         return self.services.is_worth_keeping(metrics)
+
+    def _sets_to_evaluate(self, last: bool) -> tuple[str, ...] | None:
+        """Names of the validation sets to evaluate now; empty: all of them, None: nothing."""
+        state, control = self.state, self.control
+        due, requested = control.due_sets, control.should_evaluate
+        control.should_evaluate, control.due_sets = False, ()
+        is_done = state.evaluated_at == state.step
+        if "" in self._eval_cadences:
+            return None if is_done else ()
+        if requested and not due:  # by a callback or from outside: all sets, also those that have no cadence
+            names = tuple(self._eval_cadences)
+        elif requested and not last:
+            names = tuple(name for name in self._eval_cadences if name in due)
+        else:
+            names = tuple(name for name, cadence in self._eval_cadences.items() if cadence is not None)
+        return tuple(name for name in names if not is_done or name not in state.evaluated_sets) or None
 
     def pending_values(self) -> list[list[Any]]:
         """Values of the steps since the last log record, to be saved with the state."""
@@ -359,8 +381,12 @@ class Loop:
         first = self.state.step == 1 and plan.log_first and plan.log_every is not None
         if first or self._due(plan.log_every, self._logged[0], epoch, "should_log"):
             control.should_log = True
-        if self._due(plan.eval_every, self._evaluated, epoch, "should_evaluate"):
-            control.should_evaluate = True
+        if not control.should_evaluate:
+            control.due_sets = ()  # of an evaluation that a callback has cancelled
+        for name, cadence in self._eval_cadences.items():
+            what = f"should_evaluate/{name}" if name else "should_evaluate"
+            if self._due(cadence, self._evaluated[name], epoch, what):
+                control.request(what)
         if self._due(plan.save_every, self._saved, epoch, "should_save"):
             control.should_save = True
 

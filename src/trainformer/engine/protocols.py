@@ -75,8 +75,8 @@ class Services(Protocol):
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Hand metrics to the loggers."""
 
-    def evaluate(self) -> dict[str, float]:
-        """Evaluate on the validation data; metrics with the prefix ``val/``."""
+    def evaluate(self, names: Sequence[str] = ()) -> dict[str, float]:
+        """Evaluate on the validation data, or on those of these names; metrics with the prefix ``val/``."""
 
     def poll(self) -> None:
         """Called after every step: raise errors of background work. Must cost next to nothing."""

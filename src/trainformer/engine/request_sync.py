@@ -122,7 +122,7 @@ class RequestSync:
         if external.signal is not None and control.signal is None:
             control.signal = external.signal
         control.should_save |= external.save
-        for name in external.due:
-            setattr(control, name, True)
+        for what in external.due:
+            control.request(what)
         if external.live:
             self._services.apply_requests(external.live)

@@ -38,6 +38,7 @@ class RunState:
     loss_sum: float = 0.0  # over the first `loss_steps` steps: loss_sum / loss_steps is the mean loss of the run
     loss_steps: int = 0
     evaluated_at: int = -1
+    evaluated_sets: list[str] = field(default_factory=list)  # then, where validation sets have their own cadences
     saved_at: int = -1
     best_metrics: dict[str, float] = field(default_factory=dict)
     best_step: int = -1

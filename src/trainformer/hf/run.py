@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
@@ -55,7 +55,44 @@ class HfRun(TorchRun):
         self._not_saved: set[str] = set()
         self.backend.feeder.counts_padding = owner.front.args.include_num_input_tokens_seen == "all"
 
-    def evaluate(self) -> dict[str, float]:
+    @property
+    def eval_sets(self) -> list[str]:
+        """The names of the evaluation datasets, if there are several."""
+        given = self.owner.front.eval_dataset
+        return list(map(str, given)) if isinstance(given, dict) else []
+
+    def record_config(self) -> None:
+        super().record_config()
+        if self.eval_sets:
+            self.context.config.set_from_data("val_sets", self.eval_sets)
+
+    def check_monitors(self) -> None:
+        """Nothing: overridden methods and `compute_metrics` decide what is measured."""
+
+    def check_monitored(self) -> None:
+        """Nothing, for the same reason."""
+
+    def evaluate_first_batches(self, most: int, names: Sequence[str] = ()) -> dict[str, float]:
+        """Metrics of a few batches of each evaluation dataset, with `compute_metrics` and overridden methods."""
+        front, found = self.owner.front, dict[str, Any]()
+        before = front.args.max_eval_steps, front.is_in_train
+        front.args.max_eval_steps, front.is_in_train = most, True  # in training, weights are not cast to evaluate
+        try:
+            for name in self.eval_sets or [""]:
+                prefix = f"eval_{name}" if name else "eval"
+                loader = front.get_eval_dataloader(name or front._eval_data)
+                loss_only = True if front.compute_metrics is None else None
+                found |= front.evaluation_loop(loader, "Evaluation", loss_only, metric_key_prefix=prefix).metrics
+        finally:
+            front.args.max_eval_steps, front.is_in_train = before
+        numbers = {name: value for name, value in found.items() if isinstance(value, Real)}
+        return {native_name(name, self.eval_sets): float(value) for name, value in numbers.items()}
+
+    @property
+    def measures_more(self) -> bool:
+        return self.owner.front._overrides("evaluate", "_evaluate")
+
+    def evaluate(self, names: Sequence[str] = ()) -> dict[str, float]:
         """Evaluate with `evaluate` of the trainer, unless there is no data or `eval_delay` has not passed."""
         front, args = self.owner.front, self.owner.front.args
         done = self.state.epoch if args.eval_strategy == "epoch" else self.state.step
@@ -69,13 +106,12 @@ class HfRun(TorchRun):
         finally:
             front._called_by_run = False
         metrics: dict[str, Any] = {
-            from_hf_name(name): value for name, value in found.items() if isinstance(value, Real) and name != "epoch"
+            native_name(name, self.eval_sets): value
+            for name, value in found.items()
+            if isinstance(value, Real) and name != "epoch"
         }
-        self._last_metrics = metrics
-        self.backend.schedule.observe(metrics.get(self.settings.monitor_metric))
-        for callback in self.callbacks:
-            if hasattr(callback, "compute_metrics"):
-                metrics |= callback.compute_metrics(self.owner, metrics) or {}
+        self.backend.observe(metrics, self.settings.monitor_metric)
+        metrics = self.add_callback_metrics(metrics)
         if metrics:
             front._bridge.skip_record()  # that of the run: `evaluate` has logged its own
         return metrics
@@ -171,6 +207,19 @@ class HfRun(TorchRun):
         # HF callbacks receive `on_init_end` once, when the trainer is built, not with every run.
         if not isinstance(callback, HuggingFaceCallback):
             super()._attach(callback)
+
+
+def native_name(name: str, eval_sets: Collection[str] = ()) -> str:
+    """The name of an HF metric in the records of a run; `eval_sets` are the names of several evaluation datasets.
+
+    >>> native_name("eval_loss"), native_name("eval_clean_loss", ["clean"])
+    ('val/loss', 'val/clean/loss')
+    """
+    matching = [one for one in eval_sets if name.startswith(f"eval_{one}_")]
+    if not matching:
+        return from_hf_name(name)
+    longest = max(matching, key=len)
+    return f"val/{longest}/{name.removeprefix(f'eval_{longest}_')}"
 
 
 class HfHandle(TorchTrainerApi):

@@ -36,7 +36,7 @@ from trainformer.hf.forgather import check_environment, combined_callbacks, fact
 from trainformer.hf.hub import HubMixin
 from trainformer.hf.optimizers import OptimizerMixin
 from trainformer.hf.outputs import TrainOutput
-from trainformer.hf.run import HfHandle, HfRun, LogRelay
+from trainformer.hf.run import HfHandle, HfRun, LogRelay, native_name
 from trainformer.hf.search import SearchMixin
 from trainformer.hf.settings import front_options, planned_steps, settings_of
 from trainformer.hf.task import ModelTask, align_special_tokens
@@ -236,6 +236,8 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
                 settings.optimizer = SGD(model.parameters(), lr=0.0)  # a frozen model can be evaluated
         if train is not None:
             self._set_optimizer(settings, settings.max_steps or planned_steps(self.args, self._batches_of(train)))
+        if isinstance(self.eval_dataset, dict):
+            settings.monitor_metric = self._monitored_of_several(settings.monitor_metric, trains)
         self._handle = HfHandle(self)
         run = HfRun(
             self._handle,
@@ -256,6 +258,18 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
             self.lr_scheduler = getattr(run.backend.schedule, "scheduler", run.backend.schedule)
         self.train_dataloader, self.eval_dataloader = self._handle.train_dataloader, self._handle.val_dataloader
         return run
+
+    def _monitored_of_several(self, monitor: str, trains: bool) -> str:
+        """The monitored metric with several evaluation datasets, whose names are part of those of their metrics."""
+        names, wanted = list(map(str, self.eval_dataset)), self.args.metric_for_best_model
+        found = native_name(monitor.replace("val/", "eval_", 1), names)
+        is_ours = not self._overrides("evaluate", "_evaluate", "evaluation_loop")
+        if trains and wanted is not None and is_ours and found == monitor and self.args.eval_strategy != "no":
+            metric = wanted.removeprefix("eval_")
+            do = f"Such as {', '.join(f'eval_{name}_{metric}' for name in names[:4])}."
+            what = "metric_for_best_model to name a metric of one of the evaluation datasets"
+            raise BadArgument(expected(what, wanted, do))
+        return found
 
     def _train_data(self) -> Any:
         """What the run trains on: the dataset, or the loader of a user who overrides how it is made."""

@@ -49,6 +49,8 @@ from trainformer.jax.validation import (
     checked_hook,
     collect,
     collect_function,
+    evaluation_sources,
+    monitored_metric,
     state_on_mesh,
     warn_unused_optimizer_arguments,
 )
@@ -142,10 +144,13 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
         self.dataloader_train, self.dataloader_eval, _ = loaders
         limits = arguments.per_epoch_training_steps, arguments.evaluation_limit
         train = as_source(loaders.dataloader_train, sizes.total, arguments.seed, self._shard, limits[0])
-        val = as_source(loaders.dataloader_eval, sizes.evaluation, arguments.seed, self._shard, limits[1])
+        vals = evaluation_sources(
+            lambda loader: as_source(loader, sizes.evaluation, arguments.seed, self._shard, limits[1]),
+            loaders.dataloader_eval,
+        )
         if train is None:
             raise BadArgument("Expected training data, received none. Pass dataset_train.")
-        if val is None:
+        if not vals:
             check_eval_arguments(arguments)
         self.steps_per_epoch = train.batches_per_epoch
         self.max_training_steps = loaders.max_training_steps or arguments.planned_steps(self.steps_per_epoch)
@@ -153,7 +158,7 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
         self._model, self._state, self.tx, self.scheduler = configured
         functions = TrainerConfigureFunctionOutput(*self.configure_functions())
         self.train_step_fn, self.eval_step_fn = functions
-        pairs: tuple[tuple[Any, Any], ...] = (train, functions.train_step_fn), (val, functions.eval_step_fn)
+        pairs = [(train, functions.train_step_fn), *((val, functions.eval_step_fn) for val in vals.values())]
         for source, function in pairs:
             source = source.source if isinstance(source, FirstBatches) else source
             if hasattr(source, "pad_last") and not getattr(source, "drop_last", False):
@@ -174,6 +179,8 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
         if loaders.max_training_steps is not None:
             values["max_steps"] = loaders.max_training_steps
         values |= {"precision": self.dtype.name, "sharding_array": tuple(self.mesh.shape.values())}
+        chosen = arguments.metric_for_best_model is not None
+        values["monitor_metric"] = monitored_metric(values["monitor_metric"], vals, chosen)
         settings = JaxSettings(**{name: value for name, value in values.items() if name in JaxSettings.defaults()})
         console = PipeConsole()
         loggers = settings.log if isinstance(settings.log, (list, tuple)) else [settings.log]
@@ -185,7 +192,7 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
             settings,
             backend,
             train_source=train,
-            val_source=val,
+            val_sources=vals,
             callbacks=callbacks,
             data=self.dataset_train,
             passed=settings_passed(arguments.passed, values),
@@ -264,7 +271,10 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
                 lookahead=2,  # the backend prefetches one
             )
 
-        return TrainerConfigureDataloaderOutput(source(self.dataset_train, True), source(self.dataset_eval, False))
+        evaluation: Any = evaluation_sources(lambda dataset: source(dataset, False), self.dataset_eval)
+        if list(evaluation) in ([], [""]):
+            evaluation = evaluation.get("")
+        return TrainerConfigureDataloaderOutput(source(self.dataset_train, True), evaluation)
 
     def configure_model(self) -> TrainerConfigureModelOutput:
         """The model and its train state, sharded over the mesh."""
@@ -410,10 +420,14 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
             check_state(state, current)
         try:
             backend.state = current if state is None else state
-            metrics = run.validate()
+            metrics = {name: run.validate(name) for name in run.val_sources}
         finally:
             backend.state = current
-        return {f"eval_{name.removeprefix('val/')}": value for name, value in metrics.items()}
+        return {
+            "_".join(filter(None, ("eval", name, metric.removeprefix(f"val/{name}/" if name else "val/")))): value
+            for name, found in metrics.items()
+            for metric, value in found.items()
+        }
 
     evaluate = eval
 

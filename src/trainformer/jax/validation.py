@@ -16,10 +16,12 @@ from trainformer.backends.jax.sharding import copy_to_mesh, state_shardings
 from trainformer.backends.jax.state import TrainState
 from trainformer.core.errors import BadArgument, expected
 from trainformer.data.collate import stack_samples
+from trainformer.data.dataset import is_array
 from trainformer.data.numpy_loader import numpy_source
 from trainformer.data.sharding import Shard
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.limits import FirstBatches
+from trainformer.run.validation_sets import check_monitor, default_monitor, metric_name, validation_sets
 
 logger = logging.getLogger("trainformer")
 
@@ -33,6 +35,44 @@ def as_source(loader: Any, batch_size: int, seed: int, shard: Shard, limit: int 
     if not hasattr(loader, "batches") or not hasattr(loader, "batches_per_epoch"):
         loader = numpy_source(loader, batch_size, seed=seed, batched=True, shard=shard, lookahead=2)
     return loader if limit is None else FirstBatches(loader, limit)
+
+
+def evaluation_sets(data: Any) -> dict[str, Any]:
+    """Evaluation data by name. Only a dict of datasets has names: a dict of arrays is one dataset, its columns.
+
+    >>> list(evaluation_sets({"clean": [{"x": 1}], "shifted": [{"x": 2}]})), list(evaluation_sets({"x": [1.0, 2.0]}))
+    (['clean', 'shifted'], [''])
+    """
+    if isinstance(data, Mapping) and not all(map(_is_dataset, data.values())):
+        return {"": data}
+    return validation_sets(data, "dataset_eval", nests=True)
+
+
+def _is_dataset(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return bool(value) and isinstance(value[0], Mapping)
+    return not is_array(value)
+
+
+def evaluation_sources(make: Callable[[Any], Any], data: Any) -> dict[str, Any]:
+    """What `make` returns for each evaluation dataset, or loader of one; by name, and empty without any."""
+    return {name: make(part) for name, part in evaluation_sets(data).items()}
+
+
+def monitored_metric(metric: str, names: Collection[str], was_chosen: bool) -> str:
+    """The metric to monitor. Of several evaluation datasets, one chosen as in HF's arguments, or that of the first.
+
+    >>> monitored_metric("val/clean_loss", ["shifted", "clean"], was_chosen=True)
+    'val/clean/loss'
+    """
+    own = metric.removeprefix("val/")
+    for name in sorted(names, key=len, reverse=True):
+        if name and own.startswith(f"{name}_"):
+            return metric_name(own.removeprefix(f"{name}_"), name)
+    if was_chosen:
+        check_monitor(metric, "metric_for_best_model", names)
+        return metric
+    return default_monitor(metric, names)
 
 
 def collect(samples: list[Any], columns: Collection[str], length: int | None, mode: str) -> Any:

@@ -83,7 +83,7 @@ def apply(request: Request, control: Control) -> None:
     """
     reason = f"requested by {request.by}"
     if request.verb == "eval":
-        control.should_evaluate = True
+        control.should_evaluate, control.due_sets = True, ()
     elif request.verb == "save":
         control.should_save = True
     elif request.verb == "stop":

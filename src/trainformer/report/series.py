@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,16 +98,18 @@ def downsample(values: Sequence[float], points: int) -> list[int]:
 # -- plots ---------------------------------------------------------------------------------------------------
 
 
-def group_plots(names: Iterable[str]) -> list[dict[str, Any]]:
-    """The plots in display order; ``train/loss`` and ``val/loss`` share one.
+def group_plots(names: Iterable[str], val_sets: Collection[str] = ()) -> list[dict[str, Any]]:
+    """The plots in display order; ``train/loss``, ``val/loss`` and those of each validation set share one.
 
+    >>> group_plots(["val/clean/loss", "val/shifted/loss", "train/loss"], ["clean", "shifted"])[0]["names"]
+    ['train/loss', 'val/clean/loss', 'val/shifted/loss']
     >>> [(plot["group"], plot["names"]) for plot in group_plots(["train/lr", "val/loss", "train/loss", "val/f1"])]
     [('Loss', ['train/loss', 'val/loss']), ('Validation', ['val/f1']), ('Learning rate', ['train/lr'])]
     """
     members: dict[str, list[str]] = {}
     for name in names:
         if name != _EPOCH:
-            members.setdefault(split_name(name)[1], []).append(name)
+            members.setdefault(split_name(name, val_sets)[1], []).append(name)
     plots = []
     for title, found in members.items():
         ordered = sorted(found, key=lambda name: (("", *_SPLITS).index(split_name(name)[0]), name))
@@ -115,14 +117,17 @@ def group_plots(names: Iterable[str]) -> list[dict[str, Any]]:
     return sorted(plots, key=lambda plot: (GROUPS.index(plot["group"]), -len(plot["names"]), plot["title"]))
 
 
-def split_name(name: str) -> tuple[str, str]:
+def split_name(name: str, val_sets: Collection[str] = ()) -> tuple[str, str]:
     """The data split and the metric.
 
-    >>> split_name("val/loss"), split_name("reward")
-    (('val', 'loss'), ('', 'reward'))
+    >>> split_name("val/loss"), split_name("reward"), split_name("val/clean/loss", ["clean"])
+    (('val', 'loss'), ('', 'reward'), ('val', 'loss'))
     """
     split, slash, rest = name.partition("/")
-    return (split, rest) if slash and rest and split in _SPLITS else ("", name)
+    if not slash or not rest or split not in _SPLITS:
+        return "", name
+    val_set, slash, metric = rest.partition("/")
+    return split, metric if slash and metric and val_set in val_sets else rest
 
 
 def _group_of(title: str, names: Sequence[str]) -> str:

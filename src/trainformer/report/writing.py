@@ -155,12 +155,15 @@ def collect_content(title: str, runs: list[Path], sweeps: list[dict[str, Any]]) 
     for sweep in sweeps:
         for trial in sweep["trials"]:
             trial["page"] = index.get(Path(trial["run"])) if trial["run"] else None
+    known = (run["config"].get("val_sets", {}).get("value") for run in contents)
+    val_sets = sorted({str(name) for names in known if isinstance(names, list) for name in names})
     return {
         "title": title,
         "written": time.time(),
         "version": __version__,
         "points": points,
-        "plots": group_plots(dict.fromkeys(name for run in contents for name in run["series"])),
+        "val_sets": val_sets,
+        "plots": group_plots(dict.fromkeys(name for run in contents for name in run["series"]), val_sets),
         "runs": contents,
         "sweeps": sweeps,
     }

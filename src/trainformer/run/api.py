@@ -145,9 +145,25 @@ class TrainerApi:
 
     @property
     def val_dataloader(self) -> Any:
-        """The validation batches, or None without validation data."""
-        source, settings = self._run.val_source, self._run.settings
-        return None if source is None else BatchLoader(source, settings.eval_batch_size or settings.batch_size)
+        """The validation batches, or None without validation data; of several sets, those of the first."""
+        return next(iter(self.val_dataloaders.values()), None)
+
+    @property
+    def val_dataloaders(self) -> dict[str, Any]:
+        """The validation batches by the name of the set; validation data without a name has the empty one."""
+        settings = self._run.settings
+        size = settings.eval_batch_size or settings.batch_size
+        return {name: BatchLoader(source, size) for name, source in self._run.val_sources.items()}
+
+    @property
+    def val_sets(self) -> tuple[str, ...]:
+        """The names of the validation sets; empty if the validation data has no name, or if there is none."""
+        return self._run.val_sets
+
+    @property
+    def evaluated_sets(self) -> tuple[str, ...]:
+        """The names of those that the current or latest evaluation includes."""
+        return self._run.evaluated_sets
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback after the others; also during the run."""

@@ -28,6 +28,7 @@ def fit(run: Run) -> None:
     """Train from the current state to the end of the plan."""
     run.settings.validate()
     run.check_launch()
+    run.check_monitored()
     run.control.reset()
     if run.folder is not None:
         run.state.stopped = []  # fit() was called again on purpose: an earlier stop no longer counts
@@ -121,7 +122,7 @@ def _resume(run: Run, checkpointer: Checkpointer, folder: RunFolder) -> None:
 
 def _make_loop(run: Run) -> Loop:
     return Loop(
-        replace(run.settings.plan(evaluates=run.val_source is not None), **run.options.plan),
+        replace(run.settings.plan(bool(run.val_sources), run.val_sets), **run.options.plan),
         run.state,
         backend=run.backend,
         source=run.train_source,

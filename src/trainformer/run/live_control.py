@@ -235,7 +235,8 @@ class LiveControl:
                 "planned_steps": planned,
                 "epoch": state.epoch,
                 "metrics": next((record for record in reversed(recent) if "train/loss" in record), {}),
-                "evaluation": next((record for record in reversed(recent) if "train/loss" not in record), {}),
+                # The latest value of each metric: validation sets may be evaluated at different steps.
+                "evaluation": {k: v for record in recent if "train/loss" not in record for k, v in record.items()},
                 "best": dict(state.best_metrics),
                 "best_step": state.best_step if state.best_step >= 0 else None,
                 "steps_per_second": rate,

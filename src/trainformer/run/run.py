@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.callbacks.base import handlers_of
-from trainformer.checkpointing import Checkpoint, StateComponent, StatefulAdapter
+from trainformer.checkpointing import Checkpoint, StateComponent
 from trainformer.checkpointing.checkpointer import Assets, Checkpointer, load_components, read_states
 from trainformer.context import PipelineContext
-from trainformer.engine import Control, Event, EventBus, Loop, RunState
+from trainformer.engine import Control, DataSource, Event, EventBus, Loop, RunState
 from trainformer.loggers.base import BaseLogger, NoOpLogger
 from trainformer.run.context import current_context
 from trainformer.run.folder import NoFolder, RunFolder
@@ -41,7 +41,8 @@ class Run(ABC):
         self.files = parts.files
         self.callbacks = parts.callbacks
         self.train_source = parts.train_source
-        self.val_source = parts.val_source
+        self.val_sources = parts.val_sources
+        self.evaluated_sets: tuple[str, ...] = ()  # of the current or latest evaluation
         self.train_size = parts.train_size
         self.passed = parts.passed
         self.console = parts.console
@@ -81,8 +82,8 @@ class Run(ABC):
         """Everything needed to resume exactly."""
 
     @abstractmethod
-    def validate(self) -> dict[str, float]:
-        """Metrics on the validation data, which exists."""
+    def validate(self, name: str) -> dict[str, float]:
+        """Metrics on the validation set of this name, named ``val/...``."""
 
     @abstractmethod
     def record_config(self) -> None:
@@ -95,6 +96,13 @@ class Run(ABC):
     def assets(self) -> Assets | None:
         """A function that writes files beside the weights of a checkpoint, if there are any."""
         return None
+
+    def check_monitored(self) -> None:  # noqa: B027 - not every entry point knows the names before it evaluates
+        """Raise if something is monitored that no evaluation will have."""
+
+    def backend_handlers(self) -> dict[Event, Any]:
+        """Event handlers of the backend; they run first."""
+        return {}
 
     def task_handlers(self) -> dict[Event, Any]:
         """Event handlers of what is trained; they run before any callback."""
@@ -139,9 +147,10 @@ class Run(ABC):
             callback.attach(self.owner)
 
     def _subscribe(self) -> None:
-        """In this order: the task, callbacks, records, context."""
+        """In this order: the backend, the task, callbacks, records, context."""
         bus, context = self.bus, self.context
         bus.clear()
+        bus.add("backend", self.backend_handlers(), makes_requests=False)
         bus.add(self.title, self.task_handlers(), makes_requests=False)
         for name, callback in self.callbacks.named().items():
             bus.add(name, handlers_of(callback, self.owner), makes_requests=getattr(callback, "sets_control", True))
@@ -198,14 +207,31 @@ class Run(ABC):
             self.records.check_faults(metrics["train/loss"])
         self.loggers.log(metrics, step)
 
-    def evaluate(self) -> dict[str, float]:
-        """Evaluate on the validation data."""
-        if self.val_source is None:
+    @property
+    def val_source(self) -> DataSource | None:
+        """The validation batches, of the first set if there are several."""
+        return next(iter(self.val_sources.values()), None)
+
+    @property
+    def val_sets(self) -> tuple[str, ...]:
+        """The names of the validation sets, if they have names."""
+        return tuple(name for name in self.val_sources if name)
+
+    def evaluate(self, names: Sequence[str] = ()) -> dict[str, float]:
+        """Evaluate on the validation data, or on the sets of these names."""
+        if not self.val_sources:
             logger.warning("an evaluation was requested, but there is no validation data")
             return {}
-        metrics = self.validate()
-        for kind, content in self.evaluation_records().items():  # at once: a callback may evaluate something else
-            self.records.add(kind, content)
+        metrics: dict[str, float] = {}
+        for name in names or self.val_sources:
+            metrics |= self.validate(name)
+            for kind, content in self.evaluation_records().items():  # at once: the next set has records of its own
+                self.records.add(kind, {**content, "key": name} if name else content)
+        return self.add_callback_metrics(metrics, names)
+
+    def add_callback_metrics(self, metrics: dict[str, float], names: Sequence[str] = ()) -> dict[str, float]:
+        """The metrics of an evaluation, with those that callbacks compute."""
+        self.evaluated_sets = tuple(names) or self.val_sets
         for callback in self.callbacks:
             if hasattr(callback, "compute_metrics"):
                 metrics |= callback.compute_metrics(self.owner, metrics) or {}
@@ -253,29 +279,6 @@ class Run(ABC):
         return None if path is None else str(path)
 
     # -- state -------------------------------------------------------------------------------------------------
-
-    def common_components(self) -> list[StateComponent]:
-        """Progress, context and loggers, which every run has."""
-        context = StatefulAdapter(self.context.state_dict, self.context.load_state_dict)
-        loggers = StatefulAdapter(lambda: self.loggers.state_dict(), self._load_logger_state)
-        return [
-            StateComponent("run", StatefulAdapter(self._progress, self.state.load_state_dict), format="json"),
-            StateComponent("context", context, required=False),
-            StateComponent("loggers", loggers, required=False, format="json"),
-        ]
-
-    def _load_logger_state(self, state: dict[str, Any]) -> None:
-        self.logger_state = state  # kept for loggers that do not exist yet
-        self.loggers.load_state_dict(state)
-
-    def _progress(self) -> dict[str, Any]:
-        """The run state, with the values of the next log record."""
-        pending = self.loop.pending_values() if self.loop is not None else []
-        control = self.control
-        # A signal ends the process; a callback stops the run, also for the next process with the same command.
-        is_stopped = control.should_stop and control.signal is None
-        stopped = [control.stopped_by, control.stop_reason] if is_stopped else []
-        return {**self.state.state_dict(), "pending": pending, "stopped": stopped}
 
     def load(self, path: Path, only: Collection[str] | None = None) -> None:
         """Load a file, a checkpoint folder, or a run folder (its newest checkpoint)."""

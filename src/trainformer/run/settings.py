@@ -6,7 +6,7 @@ also its help text on the command line) and, in `validate`, the values that make
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from trainformer.core.errors import BadArgument, expected
 from trainformer.engine import Plan
 from trainformer.engine.cadence import Cadence, Unit
 from trainformer.run.signals import SignalRules
+from trainformer.run.validation_sets import eval_cadences
 
 
 @dataclass(kw_only=True)
@@ -57,7 +58,7 @@ class CommonSettings:
     exit_on_signal: bool = True  # after SIGTERM or SIGINT: save, then exit with 128 + signal; False: return from fit
 
     # Evaluation
-    eval_every: int | str | None = 1
+    eval_every: int | str | Mapping[str, int | str | None] | None = 1  # or one for each validation set, by name
 
     def validate(self) -> None:
         """Reject settings that cannot work, before anything is built."""
@@ -70,8 +71,9 @@ class CommonSettings:
         self._choice("monitor_mode", ("min", "max"))
         self._choice("save_strategy", ("steps", "epochs", "seconds"))
         self._number("rank_timeout", lambda v: v > 0, "a positive number of seconds")
-        for name, unit in (("log_every", "steps"), ("save_every", self.save_strategy), ("eval_every", "epochs")):
+        for name, unit in (("log_every", "steps"), ("save_every", self.save_strategy)):
             Cadence.parse(getattr(self, name), unit, name)  # type: ignore[arg-type]
+        eval_cadences(self.eval_every, self.eval_every if isinstance(self.eval_every, Mapping) else ())
 
     def _whole(self, name: str, least: int, optional: bool = False) -> None:
         value = getattr(self, name)
@@ -102,17 +104,19 @@ class CommonSettings:
         """The default of every setting."""
         return {f.name: f.default for f in fields(cls)}
 
-    def plan(self, evaluates: bool) -> Plan:
-        """What the loop does when. `evaluates` is whether there is validation data."""
+    def plan(self, evaluates: bool, val_sets: Collection[str] = ()) -> Plan:
+        """What the loop does when. `evaluates`: whether there is validation data; `val_sets`: the names of its sets."""
+        cadences = eval_cadences(self.eval_every, val_sets) if evaluates else None
+        never = cadences is None or (isinstance(cadences, dict) and not any(cadences.values()))
         return Plan(
             max_steps=self.max_steps,
             epochs=None if self.max_steps is not None else self.epochs,
             accumulation=self.accumulation_steps,
             log_every=Cadence.parse(self.log_every, "steps", "log_every"),
-            eval_every=Cadence.parse(self.eval_every, "epochs", "eval_every") if evaluates else None,
+            eval_every=cadences,
             save_every=Cadence.parse(self.save_every, self.save_strategy, "save_every"),
             eval_on_save=self.eval_on_save and evaluates,
-            eval_at_end=evaluates and self.eval_every is not None,
+            eval_at_end=not never,
             monitor=self.monitor_metric,
             monitor_mode=self.monitor_mode,
         )

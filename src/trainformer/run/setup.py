@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,10 @@ class RunBackend(Backend, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """The parts of one run. `passed` are the settings the user named; `data` is what the user passed as data."""
+    """The parts of one run. `passed` are the settings the user named; `data` is what the user passed as data.
+
+    `val_sources` are the validation batches by the name of the set; one set alone may have the empty name.
+    """
 
     settings: CommonSettings
     options: FrontOptions
@@ -48,7 +51,7 @@ class RunParts:
     files: StateFiles
     callbacks: CallbackList
     train_source: DataSource
-    val_source: DataSource | None
+    val_sources: Mapping[str, DataSource]
     train_size: int | None
     data: Any
     passed: frozenset[str]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainformer.callbacks.base import TrainerLike
+from trainformer.callbacks.base import TrainerLike, was_left_out
 from trainformer.core.errors import BadArgument, expected
 from trainformer.run.context import run_context
 from trainformer.run.signals import SignalStop
@@ -117,6 +117,8 @@ class PruneTrial:
         """Report the metric; stop the run if the trial is pruned."""
         trial, value = current_trial(), metrics.get(self.monitor)
         if trial.number is None or not trainer.is_main:
+            return
+        if value is None and was_left_out(trainer, self.monitor):
             return
         if self._offset is None:
             self._offset = trial.reports

@@ -129,6 +129,12 @@ class TaskBase:
     def on_step_skipped(self) -> None:
         """Called instead of `on_step_end` if the step is discarded or will be repeated. Drop collected state here."""
 
+    def on_eval_begin(self, dataset: Any, val_set: str) -> None:
+        """Called before each evaluation of a dataset, with what `prepare_dataset` returned for it (or the loader).
+
+        `val_set` is the name of the validation set; empty if it has none.
+        """
+
     def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float] | None:
         """Compute dataset-level metrics from the rows of `eval_step` (CPU tensors, in input order)."""
         return None

@@ -59,7 +59,8 @@ def make_schedule(
     """
     if spec is not None and not isinstance(spec, str):
         if not callable(spec):
-            raise BadArgument(expected(_CHOICES, spec))
+            do = "Schedulers that count epochs or watch a metric, and several of them, exist on torch only."
+            raise BadArgument(expected(_CHOICES, spec, do))
         if warmup_steps or warmup_ratio or end is not None or options:
             raise BadArgument(
                 "Expected no warmup, learning_rate_end or options with a scheduler that is a function. "

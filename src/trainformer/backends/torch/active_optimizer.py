@@ -41,7 +41,7 @@ class ActiveOptimizer:
         self.uniform = gradients.are_uniform(parameters)
         self.reads_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)
         self.schedule = Schedule(optimizer, lambda step: 1.0)
-        self._warmup_ratio = settings.warmup_ratio
+        self._settings = settings
         end = settings.weight_decay_end
         self._decay = None if end is None else DecaySchedule(optimizer, end)
         self._total_steps = 0
@@ -53,19 +53,18 @@ class ActiveOptimizer:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def schedule_for(self, total_steps: int | None) -> None:
-        """Build the schedule for this many steps. A user's scheduler is created once and kept."""
+        """Build the schedule, or fit it to another number of steps. A scheduler of torch is created once and kept."""
         if self._decay is not None and total_steps is None:
             raise BadArgument(
                 "weight_decay_end needs the number of steps, but the data have no length. Pass max_steps."
             )
         self._total_steps = total_steps or 0
-        is_ours = isinstance(self.scheduler, str) or self.scheduler is None
-        if self._scheduled_for is None or (is_ours and self._scheduled_for != total_steps):
-            old = self.schedule
-            self.schedule = make_schedule(self.scheduler, self.optimizer, total_steps, self._warmup_ratio)
-            if is_ours:
-                self.schedule.configured, self.schedule.base = old.configured, old.base
-            self._scheduled_for = total_steps if total_steps is not None else -1
+        if self._scheduled_for is None:
+            warmup, mode = self._settings.warmup_ratio, self._settings.monitor_mode
+            self.schedule = make_schedule(self.scheduler, self.optimizer, total_steps, warmup, mode)
+        elif self._scheduled_for != total_steps:
+            self.schedule.resize(total_steps)
+        self._scheduled_for = total_steps if total_steps is not None else -1
 
     def apply_schedules(self, step: int) -> float:
         """Set learning rate and weight decay for the step after `step` steps; returns the learning rate."""

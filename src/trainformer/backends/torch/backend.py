@@ -160,8 +160,23 @@ class TorchBackend:
         self.active.schedule = schedule
 
     def schedule_for(self, total_steps: int | None) -> None:
-        """Build the schedules for this many steps."""
-        self.active.schedule_for(total_steps)
+        """Build the schedules, or fit them to another number of steps. Torch's schedulers are created once and kept."""
+        for optimizer in self.optimizers.values():
+            optimizer.schedule_for(total_steps)
+
+    def end_epoch(self, epochs: int) -> None:
+        """Step schedulers that count epochs. Called again for the same epoch, it does nothing."""
+        for optimizer in self.optimizers.values():
+            optimizer.schedule.end_epoch(epochs)
+
+    def observe(self, metrics: Mapping[str, float], monitor: str) -> None:
+        """Step schedulers that are stepped with a metric; by default with `monitor`."""
+        for optimizer in self.optimizers.values():
+            optimizer.schedule.observe(metrics, monitor)
+
+    def monitors(self, monitor: str) -> list[tuple[str, Any]]:
+        """Metrics that schedulers are stepped with, each with the scheduler."""
+        return [pair for optimizer in self.optimizers.values() for pair in optimizer.schedule.monitors(monitor)]
 
     def run_context(self) -> ExitStack:
         """Process-wide settings of a run, restored on exit."""

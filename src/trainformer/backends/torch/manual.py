@@ -122,7 +122,7 @@ class ManualOptimization(SeveralOptimizers):
                 f"{', '.join(pending)} that were used by neither: they would be lost at the end of the step. "
                 "For larger steps, raise batch_size and call backward for parts of the batch."
             )
-        self._entries += _metric_entries(metrics, batch.size)
+        self._entries += [*_metric_entries(metrics, batch.size), *self.take_logged()]
         return True
 
     @contextmanager

@@ -145,10 +145,6 @@ class SeveralOptimizers(TorchBackend):
             functions[name] = self.strategy.wrapped(function)
         return functions
 
-    def schedule_for(self, total_steps: int | None) -> None:
-        for optimizer in self.optimizers.values():
-            optimizer.schedule_for(total_steps)
-
     # -- the step ------------------------------------------------------------------------------------------
 
     @property

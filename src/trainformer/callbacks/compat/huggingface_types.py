@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -252,7 +252,10 @@ class SettingsAsArguments:
 
 def _cadence(trainer: Any, setting: str) -> Cadence | None:
     unit: Any = trainer.save_strategy if setting == "save_every" else "epochs" if setting == "eval_every" else "steps"
-    return Cadence.parse(getattr(trainer, setting), unit)
+    value = getattr(trainer, setting)
+    if isinstance(value, Mapping):  # of several validation sets, the one that is monitored
+        value = value.get(str(trainer.monitor_metric).split("/")[1], 1)
+    return Cadence.parse(value, unit)
 
 
 def _strategy(setting: str) -> Callable[[Any], IntervalStrategy]:

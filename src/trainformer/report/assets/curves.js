@@ -6,7 +6,14 @@ const view = { x: "step", log: false, smoothing: 0, zoom: null, off: new Set() }
 const charts = [];
 
 const PARTS = ["train", "val", "test", "eval"];
-const partOf = (name) => (PARTS.includes(name.split("/")[0]) && name.includes("/") ? name.split("/")[0] : "");
+const splitOf = (name) => (PARTS.includes(name.split("/")[0]) && name.includes("/") ? name.split("/")[0] : "");
+
+// The split of a metric, with the name of the validation set if there are several: "train", "val", "val clean".
+function partOf(name) {
+  const [split, set, metric] = name.split("/");
+  const isOfSet = metric && splitOf(name) && (report.val_sets || []).includes(set);
+  return isOfSet ? `${split} ${set}` : splitOf(name);
+}
 
 // -- what is drawn ------------------------------------------------------------------------------------------
 
@@ -334,7 +341,7 @@ function makeChart(content) {
     ? content.names.map((name, n) => el("span", { class: "key" },
       el("i", { class: "swatch", "data-tone": n }), partOf(name) || name))
     : content.names.map((name) => el("span", { class: "key" }, content.names.length > 1 ? el("i", {
-      class: `dash ${partOf(name)}` }) : null, partOf(name) || ""));
+      class: `dash ${splitOf(name)}` }) : null, partOf(name) || ""));
   chart.box = el("figure", { class: "chart", "data-title": content.title },
     el("figcaption", {},
       el("span", { class: "group" }, content.group), el("strong", {}, content.title), legend, wider),

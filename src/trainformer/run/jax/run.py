@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,13 @@ from trainformer.core.types import DataSource
 from trainformer.engine import Event
 from trainformer.engine.evaluation import evaluate
 from trainformer.engine.process_group import ProcessGroup, SingleProcess
+from trainformer.run.components import common_components
 from trainformer.run.logging import eval_progress
 from trainformer.run.provenance import record_length, record_settings, size_of
 from trainformer.run.run import Run
 from trainformer.run.settings import CommonSettings, FrontOptions
 from trainformer.run.setup import RunParts, validate_settings
+from trainformer.run.validation_sets import metric_name
 
 logger = logging.getLogger("trainformer")
 
@@ -70,7 +72,7 @@ class JaxRun(Run):
         backend: JaxBackend,
         *,
         train_source: DataSource,
-        val_source: DataSource | None,
+        val_sources: Mapping[str, DataSource],
         callbacks: CallbackList,
         data: Any = None,
         passed: frozenset[str] = frozenset(),
@@ -94,7 +96,7 @@ class JaxRun(Run):
             files=JaxFiles(),
             callbacks=callbacks,
             train_source=train_source,
-            val_source=val_source,
+            val_sources=val_sources,
             train_size=size_of(getattr(train_source, "dataset", None)),
             data=data,
             passed=passed,
@@ -146,7 +148,7 @@ class JaxRun(Run):
         return [(jax.tree_util.keystr(path, simple=True, separator="/"), list(leaf.shape)) for path, leaf in leaves]
 
     def components(self) -> list[StateComponent]:
-        common, callbacks = self.common_components(), callback_states(self.callbacks.named())
+        common, callbacks = common_components(self), callback_states(self.callbacks.named())
         return jax_components(self.backend, self.train_source, self.state, common, callbacks)
 
     def assets(self) -> Assets | None:
@@ -190,20 +192,23 @@ class JaxRun(Run):
         config.set_env("num_devices", self.backend.mesh.size)
         config.set_from_data("num_samples", self.train_size)
         config.set_user("task_type", self.title, filterable=True)
+        if self.val_sets:
+            config.set_from_data("val_sets", list(self.val_sets))
         self.record_derived()
 
     # -- evaluation ------------------------------------------------------------------------------------------
 
-    def validate(self) -> dict[str, float]:
-        assert self.val_source is not None
-        source = self.val_source
+    def validate(self, name: str) -> dict[str, float]:
+        source = self.val_sources[name]
         with eval_progress(self.callbacks, self.owner, source.batches_per_epoch) as advance, self.backend.run_context():
             metrics, _ = evaluate(
                 self.backend, source.batches(0), self.backend.eval_step, False, advance, self.process_group
             )
         if self._derive is not None:
             metrics |= self._derive(metrics)
-        return {f"val/{name}": value for name, value in metrics.items()}
+        if name and not metrics:
+            raise DataError(f"Expected the validation set {name!r} to have metrics, received none: it has no batches.")
+        return {metric_name(metric, name): value for metric, value in metrics.items()}
 
 
 def _has_any(store: CheckpointStore) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,23 +28,28 @@ class TorchTrainerApi(TrainerApi):
         """The optimizers by the names of `configure_optimizers`; a single one has the name ``""``."""
         return {name: active.optimizer for name, active in self._run.backend.optimizers.items()}
 
-    def evaluate_without_ema(self) -> dict[str, float]:
-        """Evaluate the trained weights on the validation data, even if `evaluate` uses an EMA of them."""
-        return self._run.evaluate_without_ema()
+    def evaluate_without_ema(self, names: Sequence[str] = ()) -> dict[str, float]:
+        """Evaluate the trained weights on the validation data, even if `evaluate` uses an EMA of them.
+
+        `names` are those of the validation sets, by default all.
+        """
+        return self._run.evaluate_without_ema(names)
 
     def embed(self, data: Any = "val", max_samples: int | None = None) -> dict[str, Tensor]:
         """Embeddings of a dataset in eval mode: ``{"embedding": (N, D)}``, plus ``"label"`` if the data has labels.
 
-        `data` is ``"train"``, ``"val"``, or anything that `predict` accepts. `max_samples` evenly spaced samples.
+        `data` is ``"train"``, ``"val"``, ``"val/NAME"`` with several validation sets, or anything that `predict`
+        accepts. `max_samples` evenly spaced samples.
         """
         return self._run.embed(data, max_samples)
 
-    def sample_predictions(self, max_samples: int, inputs: Inputs) -> dict[str, Tensor]:
+    def sample_predictions(self, max_samples: int, inputs: Inputs, val_set: str | None = None) -> dict[str, Tensor]:
         """Predictions for up to `max_samples` evenly spaced validation samples, one row per sample.
 
-        `inputs` maps a collated batch to further columns, such as the images or the labels.
+        `inputs` maps a collated batch to further columns, such as the images or the labels. `val_set` is the name of
+        the validation set, by default the first.
         """
-        return self._run.sample_predictions(max_samples, inputs)
+        return self._run.sample_predictions(max_samples, inputs, val_set)
 
     def save(self, path: str | Path) -> str:
         """Write everything needed to resume exactly to a single file, atomically."""

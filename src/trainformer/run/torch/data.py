@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.core.errors import BadArgument, DataError, TrainformerError, expected
 from trainformer.core.types import DataSource
 from trainformer.data.hub import load_registered
-from trainformer.data.labels import align_classes, same_class_indices
+from trainformer.data.labels import align_classes, is_stream, same_class_indices
 from trainformer.data.loader import DatasetSource, loader_source, stream_source
 from trainformer.data.metadata import DatasetInfo, extract_info
 from trainformer.data.sharding import WHOLE, Shard
@@ -22,6 +22,7 @@ from trainformer.data.source import DispatchedSource, SlicedSource
 from trainformer.data.split import split_dataset
 from trainformer.distributed import TorchProcessGroup
 from trainformer.run.torch.settings import RunSettings
+from trainformer.run.validation_sets import validation_sets
 from trainformer.tasks.base import provides
 
 
@@ -45,28 +46,73 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Training and validation data as loaded, before the task has prepared them, with their metadata."""
+    """Training and validation data as loaded, before the task has prepared them, with their metadata.
+
+    `val_sets` are the validation sets by name; one without a name has the empty one.
+    """
 
     train: Any
-    val: Any
+    val_sets: Mapping[str, Any]
     info: DatasetInfo
-    comparable: bool = True  # whether a label means the same class in both
+    comparable: bool = True  # whether a label means the same class in training and all validation data
+
+    @property
+    def val(self) -> Any:
+        """The validation data, of several sets the first; None without."""
+        return next(iter(self.val_sets.values()), None)
 
 
 def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | int | None, seed: int) -> TrainingData:
     """Load what was passed, split off the validation set, and extract the metadata."""
     if val_data is not None and val_split is not None:
         raise BadArgument("Expected val_data or val_split, received both. Pass the one you mean.")
-    train, val = load(task, data), load(task, val_data) if val_data is not None else None
+    train = load(task, data)
+    _reject_unnamed_sets(train, val_data)
+    given = {name: _naming(name, load, task, part) for name, part in validation_sets(val_data).items()}
     info = extract_info(train.dataset if isinstance(train, DataLoader) else train)
     if val_split is not None:
         if is_loader(train) or isinstance(train, IterableDataset | DataSource):
             do = "Pass a second loader or dataset as val_data."
             raise BadArgument(expected("val_split with a dataset that has a length", type(train).__name__, do))
-        train, val = split_dataset(train, val_split, seed)
+        train, held_out = split_dataset(train, val_split, seed)
+        given = {"": held_out}
         info = extract_info(train)
-    val = align_classes(val, info.class_names, is_open(task))
-    return TrainingData(train, val, info, same_class_indices(val, info.class_names))
+    val_sets = {
+        name: _naming(name, align_classes, _non_empty(part, name), info.class_names, is_open(task))
+        for name, part in given.items()
+    }
+    comparable = all(same_class_indices(part, info.class_names) for part in val_sets.values())
+    return TrainingData(train, val_sets, info, comparable)
+
+
+def _reject_unnamed_sets(train: Any, val_data: Any) -> None:
+    """A list of tuples of arrays is a list of samples, unless they have one dimension more than those of training."""
+    is_tuples = isinstance(val_data, list | tuple) and bool(val_data) and all(isinstance(p, tuple) for p in val_data)
+    if not is_tuples or is_loader(train) or is_stream(train) or not len(train):
+        return
+    sample, first = train[0], val_data[0]
+    if isinstance(sample, tuple) and len(sample) == len(first):
+        dimensions = [(np.ndim(own), np.ndim(other)) for own, other in zip(sample, first, strict=True)]
+        if all(other == own + 1 for own, other in dimensions):
+            do = "Give them names: val_data={'clean': ..., 'shifted': ...}."
+            raise BadArgument(expected("several datasets as val_data in a dict", f"a {type(val_data).__name__}", do))
+
+
+def _naming(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function; an error names the validation set."""
+    try:
+        return function(*arguments)
+    except TrainformerError as error:
+        if not name:
+            raise
+        raise type(error)(f"val_data[{name!r}]: {error}") from error
+
+
+def _non_empty(data: Any, name: str) -> Any:
+    if not is_loader(data) and not is_stream(data) and hasattr(data, "__len__") and len(data) == 0:
+        which = f"val_data[{name!r}]" if name else "the validation data"
+        raise DataError(expected(f"{which} to have at least one sample", "none", "Leave it out, or check its path."))
+    return data
 
 
 def is_open(task: Any) -> bool:
@@ -92,6 +138,9 @@ def load(task: Any, data: Any) -> Any:
         if len({len(t) for t in tensors}) != 1:
             raise DataError(expected("arrays of one length", [len(t) for t in tensors]))
         return TensorDataset(*tensors)
+    if isinstance(data, Mapping):
+        what = "data to be one dataset"
+        raise BadArgument(expected(what, f"a dict with {', '.join(map(repr, list(data)[:4]))}", "Pass one of them."))
     if (
         isinstance(data, IterableDataset | DataSource)
         or is_loader(data)

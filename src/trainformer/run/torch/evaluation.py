@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -13,19 +13,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset
 
 from trainformer.backends.torch import TorchBackend, capture_random, restore_random
 from trainformer.backends.torch.optimizers import modules_of
 from trainformer.callbacks.base import CallbackList
-from trainformer.core.errors import BadArgument, DataError
+from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import DataSource, DeviceBatch, EvalResult
 from trainformer.data.labels import align_classes, is_stream
 from trainformer.data.order import seed_generators
 from trainformer.engine.evaluation import evaluate
+from trainformer.run.api import BatchLoader
 from trainformer.run.logging import eval_progress
 from trainformer.run.torch.data import TrainingData, is_loader, is_open, load, load_options, make_source
 from trainformer.run.torch.settings import RunSettings
+from trainformer.run.validation_sets import metric_name, validation_sets
 from trainformer.tasks.base import provides
 
 #: Maps a batch to tensors with one row per sample.
@@ -43,11 +45,24 @@ class Inference:
         self.seed = seed
         self.reduces_rows = provides(task, "on_eval_end")
 
-    def evaluate(self, source: DataSource, most: int | None = None, model: nn.Module | None = None) -> dict[str, float]:
-        """Metrics named ``val/...`` of the whole source, or of its first `most` batches."""
+    def evaluate(
+        self,
+        source: DataSource,
+        name: str = "",
+        most: int | None = None,
+        model: nn.Module | None = None,
+        quiet: bool = False,
+    ) -> dict[str, float]:
+        """Metrics of the whole source, or of its first `most` batches; `name` is that of the validation set.
+
+        With `quiet`, callbacks do not hear of the progress.
+        """
         batches = islice(source.batches(0), most)
-        with self.eval_mode(model), eval_progress(self.callbacks, self.owner, source.batches_per_epoch) as advance:
+        listeners = () if quiet else self.callbacks
+        with self.eval_mode(model), eval_progress(listeners, self.owner, source.batches_per_epoch) as advance:
             process_group = self.backend.process_group
+            if provides(self.task, "on_eval_begin"):
+                self.task.on_eval_begin(BatchLoader(source, 1).dataset, name)
             metrics, rows = evaluate(
                 self.backend, batches, self.backend.eval_step, self.reduces_rows, advance, process_group
             )
@@ -55,7 +70,9 @@ class Inference:
                 metrics |= {name: float(value) for name, value in (self.task.on_eval_end(rows) or {}).items()}
             if provides(self.task, "derive_metrics"):
                 metrics |= self.task.derive_metrics(metrics)
-        return {name if name.startswith("val/") else f"val/{name}": value for name, value in metrics.items()}
+        if name and not metrics:
+            raise DataError(f"Expected the validation set {name!r} to have metrics, received none: it has no batches.")
+        return {metric_name(metric, name): value for metric, value in metrics.items()}
 
     def predict(self, source: DataSource) -> list[dict[str, Tensor]]:
         """One dict per sample, in input order."""
@@ -125,32 +142,50 @@ class Inference:
 
 
 class Evaluation:
-    """Evaluates, predicts and embeds. `val_source` are the validation batches, if there are any."""
+    """Evaluates, predicts and embeds. `val_sources` are the validation batches by the name of the set."""
 
     def __init__(self, inference: Inference, settings: RunSettings, loaded: TrainingData) -> None:
         self.inference = inference
         self.task = inference.task
         self.settings = settings
         self.loaded = loaded
-        self.val_source = None if loaded.val is None else self._source(loaded.val)
-        self._sampled: tuple[int, DataSource] | None = None  # the last sampled subset
+        self.val_sources = {name: self._source(data) for name, data in loaded.val_sets.items()}
+        self._sampled: dict[tuple[str, int], DataSource] = {}  # the sampled subset of each validation set
 
-    def validate(self, most: int | None = None, model: nn.Module | None = None) -> dict[str, float]:
-        """Metrics on the validation data or its first `most` batches, with the usual model or another."""
-        assert self.val_source is not None
-        return self.inference.evaluate(self.val_source, most=most, model=model)
+    def validate(
+        self,
+        names: Iterable[str] = (),
+        most: int | None = None,
+        model: nn.Module | None = None,
+        quiet: bool = False,
+    ) -> dict[str, float]:
+        """Metrics on the validation sets or their first `most` batches, with the usual model or another."""
+        metrics: dict[str, float] = {}
+        for name in names or self.val_sources:
+            metrics |= self.inference.evaluate(self.val_sources[name], name, most, model, quiet)
+        return metrics
+
+    def can_repeat(self, names: Iterable[str] = ()) -> bool:
+        """Whether these sets are datasets, or DataLoaders of datasets, which begin again whenever they are read."""
+        sets = self.loaded.val_sets
+        chosen = [sets[name] for name in names or sets]
+        datasets = [data.dataset if isinstance(data, DataLoader) else data for data in chosen]
+        return not any(is_loader(data) or is_stream(data) or isinstance(data, DataSource) for data in datasets)
 
     def evaluate(self, data: Any = None, batch_size: int | None = None, most: int | None = None) -> dict[str, float]:
         """Metrics on the validation data, or on other data, with classes numbered as in training."""
         if data is not None:
-            labelled = align_classes(load(self.task, data), self.loaded.info.class_names, is_open(self.task))
-            return self.inference.evaluate(self._source(labelled, batch_size), most=most)
-        if self.val_source is None:
+            metrics: dict[str, float] = {}
+            for name, part in validation_sets(data, "data").items():
+                labelled = align_classes(load(self.task, part), self.loaded.info.class_names, is_open(self.task))
+                metrics |= self.inference.evaluate(self._source(labelled, batch_size), name, most=most)
+            return metrics
+        if not self.val_sources:
             raise DataError(
                 "There is no validation data to evaluate on. Pass val_data or val_split to the trainer, "
                 "or data to evaluate()."
             )
-        return self.validate(most)
+        return self.validate(most=most)
 
     def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, Tensor]]:
         """One dict per sample, in input order."""
@@ -158,11 +193,14 @@ class Evaluation:
         return self.inference.predict(self._source(load(self.task, data), batch_size, skip_bad=False))
 
     def embed(self, data: Any, max_samples: int | None = None) -> dict[str, Tensor]:
-        """Embeddings (and labels) of data: "train", "val", or anything that can be predicted for."""
-        known = {"train": self.loaded.train, "val": self.loaded.val}
+        """Embeddings (and labels) of data: "train", "val", "val/NAME", or anything that can be predicted for."""
+        named = {f"val/{name}" if name else "val": part for name, part in self.loaded.val_sets.items()}
+        known = {"train": self.loaded.train, **named}
+        if isinstance(data, str) and data == "val" and "val" not in known:
+            if not named:
+                raise DataError("There is no validation data to embed. Pass val_data or val_split, or data to embed().")
+            raise BadArgument(expected("the validation set to embed", data, f"There is {', '.join(named)}."))
         chosen = known[data] if isinstance(data, str) and data in known else load(self.task, data)
-        if chosen is None:
-            raise DataError("There is no validation data to embed. Pass val_data or val_split, or data to embed().")
         rows = self.inference.rows(self._source(_subset(chosen, max_samples)))
         if "embedding" not in rows:
             raise BadArgument(
@@ -171,13 +209,17 @@ class Evaluation:
             )
         return rows
 
-    def sample_predictions(self, max_samples: int, inputs: Inputs) -> dict[str, Tensor]:
-        """Inputs and predictions of up to `max_samples` samples of the validation data, evenly chosen."""
-        if self.loaded.val is None:
+    def sample_predictions(self, max_samples: int, inputs: Inputs, val_set: str | None = None) -> dict[str, Tensor]:
+        """Inputs and predictions of up to `max_samples` samples of a validation set, evenly chosen."""
+        sets = self.loaded.val_sets
+        if not sets:
             raise DataError("There is no validation data. Pass val_data or val_split to the trainer.")
-        if self._sampled is None or self._sampled[0] != max_samples:
-            self._sampled = max_samples, self._source(_subset(self.loaded.val, max_samples))
-        rows = self.inference.rows(self._sampled[1], inputs, max_samples)
+        name = next(iter(sets)) if val_set is None else val_set
+        if name not in sets:
+            raise BadArgument(expected(f"one of the validation sets {', '.join(sets)}", name))
+        if (name, max_samples) not in self._sampled:
+            self._sampled[name, max_samples] = self._source(_subset(sets[name], max_samples))
+        rows = self.inference.rows(self._sampled[name, max_samples], inputs, max_samples)
         return {name: values[:max_samples] for name, values in rows.items()}
 
     def _source(self, data: Any, batch_size: int | None = None, **options: Any) -> DataSource:

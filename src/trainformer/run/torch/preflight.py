@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,10 +21,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainformer.backends.torch import capture_random, restore_random
 from trainformer.backends.torch.state import cloned
-from trainformer.core.errors import CheckFailed, TrainformerError, did_you_mean
+from trainformer.core.errors import CheckFailed, TrainformerError
 from trainformer.core.types import DeviceBatch
-from trainformer.engine import Cadence
+from trainformer.engine.cadence import Cadence, Unit
 from trainformer.run.torch.dry_run import DryRun
+from trainformer.run.torch.monitors import callback_metrics, monitored, unknown_metric
 from trainformer.run.torch.run import TorchRun
 from trainformer.tasks.base import provides
 from trainformer.utils.text import duration
@@ -128,11 +130,14 @@ def _arguments(run: TorchRun, report: CheckReport) -> None:
         notes.append(
             "a callback monitors a validation metric, but there is no val_data or val_split: it will never act."
         )
-    for name, unit in (("log_every", "steps"), ("save_every", "steps"), ("eval_every", "epochs")):
-        cadence = Cadence.parse(getattr(s, name), unit, name)  # type: ignore[arg-type]
+    given: list[tuple[str, Any, Unit]] = [("log_every", s.log_every, "steps"), ("save_every", s.save_every, "steps")]
+    each = s.eval_every.items() if isinstance(s.eval_every, Mapping) else [(None, s.eval_every)]
+    given += [("eval_every" if name is None else f"eval_every[{name!r}]", value, "epochs") for name, value in each]
+    for name, value, unit in given:
+        cadence = Cadence.parse(value, unit, name)
         too_long = cadence is not None and cadence.unit == "steps" and total is not None and cadence.every > total
-        if too_long and name in run.passed:
-            notes.append(f"{name}={getattr(s, name)!r} is longer than the whole run of {total} steps.")
+        if too_long and name.partition("[")[0] in run.passed:
+            notes.append(f"{name}={value!r} is longer than the whole run of {total} steps.")
     if s.max_steps is not None and per_epoch and run.passed >= {"epochs"}:
         notes.append(f"max_steps={s.max_steps} overrides epochs={s.epochs}.")
     report.add("arguments", notes, "they agree with each other and with the data", "warning")
@@ -320,23 +325,17 @@ def _evaluation(run: TorchRun, report: CheckReport) -> None:
         report.add("evaluation", [problem], "")
         return
     problems = [f"{name} is {value}." for name, value in metrics.items() if not math.isfinite(value)]
-    wanted = {run.settings.monitor_metric: "monitor_metric"} if run.settings.save_best else {}
-    for callback in run.callbacks:
-        if getattr(callback, "monitor", None):
-            wanted[callback.monitor] = type(callback).__name__
-    measured = {name for callback in run.callbacks for name in getattr(callback, "metric_names", ())}
-    for name, who in wanted.items():
-        if name not in metrics and name not in measured:
-            problems.append(
-                f"{who} looks for {name!r}, which is not among {sorted(metrics)}. {did_you_mean(name, metrics)}"
-            )
+    measured = callback_metrics(run)
+    for name, who in monitored(run).items():
+        if name not in metrics and name not in measured and not run.measures_more:
+            problems.append(unknown_metric(name, who, metrics))
     report.add("evaluation", problems, "metrics: " + ", ".join(sorted(metrics)))
 
 
 def _first_metrics(run: TorchRun) -> tuple[dict[str, float] | None, str]:
     """Metrics of as few validation batches as will do: some need samples that belong together, which may lie apart."""
-    assert run.val_source is not None
-    total, problem = run.val_source.batches_per_epoch, ""
+    lengths = [source.batches_per_epoch for source in run.val_sources.values()]
+    total, problem = None if None in lengths else max(length or 0 for length in lengths), ""
     for most in (1, 8, 64):
         try:
             return run.evaluate_first_batches(most), ""

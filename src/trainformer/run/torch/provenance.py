@@ -24,6 +24,8 @@ def record_config(run: TorchRun) -> None:
     for name in ("num_classes", "class_names", "input_shape", "max_length"):
         if getattr(info, name) is not None:
             config.set_from_data(name, getattr(info, name), filterable=name == "num_classes")
+    if run.val_sets:
+        config.set_from_data("val_sets", list(run.val_sets))
     config.set_user("task_type", type(run.task).__name__, filterable=True)
     _record_task(run)
     record_derived(run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,11 @@ from trainformer.checkpointing.torch_files import write_single_file
 from trainformer.core.types import DataSource
 from trainformer.distributed import TorchProcessGroup
 from trainformer.engine import Event
+from trainformer.run.components import common_components
 from trainformer.run.run import Run
 from trainformer.run.torch.dry_run import DryRun
 from trainformer.run.torch.evaluation import Inputs
+from trainformer.run.torch.monitors import check_monitored, check_monitors
 from trainformer.run.torch.provenance import record_config, record_derived
 from trainformer.run.torch.settings import RunSettings
 from trainformer.run.torch.setup import TorchParts, build_run, check_launch
@@ -37,7 +39,6 @@ class TorchRun(Run):
     process_group: TorchProcessGroup
     backend: TorchBackend
     train_source: DataSource
-    val_source: DataSource | None
 
     def __init__(self, owner: Any, task: Any, settings: RunSettings, **options: Any) -> None:
         parts = build_run(owner, task, settings, **options)
@@ -68,6 +69,24 @@ class TorchRun(Run):
 
     def assets(self) -> Assets | None:
         return self.task.save_assets if provides(self.task, "save_assets") else None
+
+    def backend_handlers(self) -> dict[Event, Any]:
+        # At the beginning, too: a state may have been saved after the epoch was counted and before its end was handled.
+        return {
+            Event.EPOCH_BEGIN: lambda epoch: self.backend.end_epoch(epoch),
+            Event.EPOCH_END: lambda epoch, metrics: self.backend.end_epoch(epoch + 1),
+        }
+
+    def connect(self) -> None:
+        super().connect()
+        self.check_monitors()
+
+    def check_monitors(self) -> None:
+        """Raise if something monitors a metric that cannot exist."""
+        check_monitors(self)
+
+    def check_monitored(self) -> None:
+        check_monitored(self)
 
     def task_handlers(self) -> dict[Event, Any]:
         task = self.task
@@ -105,34 +124,46 @@ class TorchRun(Run):
 
     # -- evaluation and prediction -----------------------------------------------------------------------------
 
-    def evaluate(self) -> dict[str, float]:
-        metrics = super().evaluate()
-        for optimizer in self.backend.optimizers.values():
-            optimizer.schedule.observe(metrics.get(self.settings.monitor_metric))
+    def evaluate(self, names: Sequence[str] = ()) -> dict[str, float]:
+        metrics = super().evaluate(names)
+        self.backend.observe(metrics, self.settings.monitor_metric)
         return metrics
 
-    def validate(self) -> dict[str, float]:
-        return self._evaluation.validate()
+    def validate(self, name: str) -> dict[str, float]:
+        return self._evaluation.validate([name])
 
     def evaluate_on(self, data: Any = None, batch_size: int | None = None, most: int | None = None) -> dict[str, float]:
         """Evaluate on the validation data, or on other data; on the first `most` batches, if given."""
         return self._evaluation.evaluate(data, batch_size, most)
 
-    def evaluate_without_ema(self) -> dict[str, float]:
+    def evaluate_without_ema(self, names: Sequence[str] = ()) -> dict[str, float]:
         """Evaluate the trained weights, even if a callback provides others (an EMA) for evaluation."""
-        return self._evaluation.validate(model=self.task.model)
+        return self._evaluation.validate(names, model=self.task.model)
 
-    def evaluate_first_batches(self, most: int) -> dict[str, float]:
-        """Metrics of a few validation batches."""
-        return self._evaluation.validate(most)
+    def evaluate_first_batches(self, most: int, names: Sequence[str] = ()) -> dict[str, float]:
+        """Metrics of a few batches of each validation set, or of the sets of these names."""
+        return self._evaluation.validate(names, most)
+
+    @property
+    def measures_more(self) -> bool:
+        """Whether evaluations may have metrics that `evaluate_first_batches` does not know."""
+        return False
+
+    def can_repeat_evaluations(self, names: Sequence[str] = ()) -> bool:
+        """Whether an additional evaluation changes nothing: a stream may not begin again at its first batch."""
+        return self._evaluation.can_repeat(names)
+
+    def dry_evaluation(self, names: Sequence[str], most: int | None) -> dict[str, float]:
+        """Metrics of the first `most` batches of validation sets, which no callback hears of."""
+        return self._evaluation.validate(names, most, quiet=True)
 
     def embed(self, data: Any = "val", max_samples: int | None = None) -> dict[str, Tensor]:
-        """Embeddings (and labels) of "train", "val", or anything that `predict` accepts."""
+        """Embeddings (and labels) of "train", "val", "val/NAME", or anything that `predict` accepts."""
         return self._evaluation.embed(data, max_samples)
 
-    def sample_predictions(self, max_samples: int, inputs: Inputs) -> dict[str, Tensor]:
+    def sample_predictions(self, max_samples: int, inputs: Inputs, val_set: str | None = None) -> dict[str, Tensor]:
         """Inputs and predictions of some validation samples."""
-        return self._evaluation.sample_predictions(max_samples, inputs)
+        return self._evaluation.sample_predictions(max_samples, inputs, val_set)
 
     def eval_mode(self) -> AbstractContextManager[None]:
         """Eval mode with the model to evaluate and its own random numbers."""
@@ -153,7 +184,7 @@ class TorchRun(Run):
             self.task,
             self.backend,
             self.train_source,
-            self.common_components(),
+            common_components(self),
             callback_states(self.callbacks.named()),
         )
 

@@ -28,7 +28,7 @@ class RunSettings(CommonSettings):
     warmup_ratio: float = 0.1
     gradient_clip: float | None = 1.0
     optimizer: Any = "adamw"  # name, {"name": ..., options}, class, factory or instance
-    scheduler: Any = "onecycle"  # name, factory or instance; None: constant
+    scheduler: Any = "onecycle"  # name, factory, instance, {"name": ..., "interval": ...}, or several; None: constant
     ema: float | None = None  # decay of an EMA of the weights, used for evaluation and export (the callback EMA)
     nonfinite: str = "raise"  # raise, skip, retry, retry:N
     oom: str = "split"  # out of memory: split the micro-batch and repeat the step, or raise

@@ -29,6 +29,7 @@ from trainformer.run.setup import RunParts, validate_settings
 from trainformer.run.torch.data import TrainingData, is_loader, load_options, load_training_data, make_source
 from trainformer.run.torch.evaluation import Evaluation, Inference
 from trainformer.run.torch.settings import RunSettings
+from trainformer.run.validation_sets import check_eval_every, default_monitor
 from trainformer.tasks.base import provides
 from trainformer.utils.helpers import seed_everything
 
@@ -45,7 +46,6 @@ class TorchParts(RunParts):
     process_group: TorchProcessGroup
     backend: TorchBackend
     train_source: DataSource
-    val_source: DataSource | None
     task: Any
     info: DatasetInfo
     evaluation: Evaluation
@@ -82,6 +82,7 @@ def build_run(
     if "sampler" in adapted and not is_map_style(loaded.train):
         settings.sampler = None
         del adapted["sampler"]
+    adapted |= adapt_to_validation(settings, loaded, passed)
     declared = _declared_arguments(task)
     configure_task(task, loaded)
     # A copy: the backend keeps the settings that it was built with.
@@ -103,7 +104,7 @@ def build_run(
         files=TorchFiles(on_device=backend.device.type != "cpu"),
         callbacks=callbacks,
         train_source=train_source,
-        val_source=evaluation.val_source,
+        val_sources=evaluation.val_sources,
         train_size=size_of(getattr(train_source, "dataset", loaded.train)),
         data=data,
         passed=passed,
@@ -185,6 +186,16 @@ def adapt_to_task(settings: RunSettings, task: Any, passed: frozenset[str]) -> d
         setattr(settings, name, value)
     settings.validate()
     return adapted
+
+
+def adapt_to_validation(settings: RunSettings, loaded: TrainingData, passed: frozenset[str]) -> dict[str, Any]:
+    """With several validation sets, monitor the first one by default. Returns what was changed."""
+    check_eval_every(settings.eval_every, loaded.val_sets)
+    monitor = default_monitor(settings.monitor_metric, loaded.val_sets)
+    if "monitor_metric" in passed or monitor == settings.monitor_metric:
+        return {}
+    settings.monitor_metric = monitor
+    return {"monitor_metric": monitor}
 
 
 def is_map_style(data: Any) -> bool:

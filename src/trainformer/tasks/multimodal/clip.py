@@ -132,7 +132,16 @@ class CLIP(ProcessorTask):
         several = len(pair.captions) > 1 or bool(getattr(base, "has_several_captions", False))
         encoder = self._encoder(0 if train else self.eval_captions if several else 1)
         self._check_pixels(encoder(first)["pixel_values"])
-        return EncodedStream(dataset, encoder, shuffle=train) if is_stream(dataset) else EncodedPairs(dataset, encoder)
+        encoded: Any = (
+            EncodedStream(dataset, encoder, shuffle=train) if is_stream(dataset) else EncodedPairs(dataset, encoder)
+        )
+        encoded.class_names = self._class_names
+        return encoded
+
+    def on_eval_begin(self, dataset: Any, val_set: str) -> None:
+        """Validation sets may have different classes."""
+        if self.classes is None:
+            self._class_names = getattr(dataset, "class_names", self._class_names)
 
     def _encoder(self, captions: int) -> PairEncoder:
         assert self.model is not None  # loading it limits max_length

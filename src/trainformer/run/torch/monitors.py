@@ -1,0 +1,119 @@
+"""What a run monitors: metrics of evaluations that choose the best checkpoint, stop the run or step a scheduler.
+
+A name that no evaluation has would be found out after hours, or never. So names that cannot exist are rejected when the
+run is built, and unknown ones before its first step.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.run.validation_sets import check_monitor, eval_cadences, metric_name, set_of
+
+if TYPE_CHECKING:
+    from trainformer.run.torch.run import TorchRun
+
+logger = logging.getLogger("trainformer")
+
+_HIGHER_IS_BETTER = {
+    "accuracy", "acc", "top1", "top5", "f1", "auc", "auroc", "precision", "recall", "map", "iou", "miou", "bleu",
+    "rouge", "r2", "ndcg", "mrr",
+}  # fmt: skip
+
+
+def monitored(run: TorchRun) -> dict[str, str]:
+    """The metrics that matter to the run, each with what monitors it."""
+    settings = run.settings
+    found = {settings.monitor_metric: "monitor_metric"} if settings.save_best else {}
+    for callback in run.callbacks:
+        if getattr(callback, "monitor", None):
+            found[callback.monitor] = type(callback).__name__
+    return found | {metric: type(one).__name__ for metric, one in run.backend.monitors(settings.monitor_metric)}
+
+
+def callback_metrics(run: TorchRun) -> set[str]:
+    """Metrics that callbacks add to evaluations, as far as they say so."""
+    names = {name for callback in run.callbacks for name in getattr(callback, "metric_names", ())}
+    return names | {metric_name(name, val_set) for name in names for val_set in run.val_sets}
+
+
+def unknown_metric(name: str, who: str, metrics: Mapping[str, Any]) -> str:
+    """The error for a metric that evaluations do not have."""
+    return f"{who} looks for {name!r}, which is not among {sorted(metrics)}. {did_you_mean(name, metrics)}".rstrip()
+
+
+def check_monitors(run: TorchRun) -> None:
+    """Reject what cannot work, whatever the task measures."""
+    settings, added = run.settings, callback_metrics(run)
+    for metric, who in monitored(run).items():
+        check_monitor(metric, who, run.val_sets, added)
+    for metric, scheduler in run.backend.monitors(settings.monitor_metric):
+        who = type(scheduler).__name__
+        if not run.val_sources:
+            do = "Pass val_data or val_split."
+            raise BadArgument(expected(f"validation data for {who}, which is stepped with {metric}", "none", do))
+        cadences = eval_cadences(settings.eval_every, run.val_sets)
+        every = cadences.get(set_of(metric, run.val_sets) or "") if isinstance(cadences, dict) else cadences
+        if every is None:
+            what = f"evaluations during training for {who}, which is stepped with {metric}"
+            raise BadArgument(expected(what, f"eval_every={settings.eval_every!r}"))
+        mode = getattr(scheduler, "mode", settings.monitor_mode)
+        if metric == settings.monitor_metric and mode != settings.monitor_mode:
+            what = f"{who} and the run to agree on what is better for {metric}"
+            received = f"mode={mode!r} and monitor_mode={settings.monitor_mode!r}"
+            raise BadArgument(expected(what, received, "Set both to 'max' for an accuracy, to 'min' for a loss."))
+
+
+def _warn_of_modes(run: TorchRun) -> None:
+    """An accuracy that is minimised is most likely a mistake."""
+    settings = run.settings
+    modes = [(callback.monitor, getattr(callback, "mode", None), type(callback).__name__)
+             for callback in run.callbacks if getattr(callback, "monitor", None)]  # fmt: skip
+    if "monitor_mode" not in run.passed:
+        modes.append((settings.monitor_metric, settings.monitor_mode, "monitor_metric"))
+    for metric, mode, who in modes:
+        words = re.split(r"[^a-z0-9]+", metric.rpartition("/")[2].lower())
+        if mode == "min" and _HIGHER_IS_BETTER.intersection(words):
+            option = "monitor_mode='max'" if who == "monitor_metric" else "mode='max'"
+            logger.warning(
+                "%s: the lowest %s counts as the best. Pass %s if it should be the highest", who, metric, option
+            )
+
+
+def check_monitored(run: TorchRun) -> None:
+    """Before the first step, reject a metric that evaluations do not have.
+
+    The first validation batch tells the names. If one is missing, all of them do: names may depend on the data. With
+    several ranks or streams the first evaluation has to tell; so it does if a few samples are too few to evaluate.
+    """
+    check_monitors(run)
+    _warn_of_modes(run)
+    settings = run.settings
+    wanted = monitored(run)
+    if settings.monitor_metric in wanted and "monitor_metric" not in run.passed:
+        wanted = {name: who for name, who in wanted.items() if who != "monitor_metric"}
+    adds_unknown = any(hasattr(cb, "compute_metrics") and not hasattr(cb, "metric_names") for cb in run.callbacks)
+    wanted = {name: who for name, who in wanted.items() if name not in callback_metrics(run)}
+    if not wanted or not run.val_sources or adds_unknown or run.folder is not None:
+        return
+    if not run.process_group.is_single_process:
+        return
+    names = list(dict.fromkeys(name for metric in wanted if (name := set_of(metric, run.val_sets))))
+    if not run.can_repeat_evaluations(names):
+        return
+    metrics: dict[str, float] = {}
+    with run.backend.run_context():
+        for most in (1, None):
+            try:
+                metrics = run.dry_evaluation(names, most)
+            except Exception as error:
+                logger.debug("the names of the metrics are not known before the first evaluation: %s", error)
+                return
+            missing = [(name, who) for name, who in wanted.items() if name not in metrics]
+            if not missing:
+                return
+    raise BadArgument(unknown_metric(*missing[0], metrics))
