@@ -127,7 +127,9 @@ def found(trainer: Trainer) -> dict[str, Tensor]:
     """Weights and every record of a run."""
     history = trainer.state.log_history
     measured = [
-        f"{name}{metric}" for name in ("", "clean/", "small/") for metric in ("loss", "logged", "pair", "rows", "ordered")
+        f"{name}{metric}"
+        for name in ("", "clean/", "small/")
+        for metric in ("loss", "logged", "pair", "rows", "ordered")
     ]
     names = ("train/loss", "train/lr", "train/grad_norm", "train/positive", *(f"val/{name}" for name in measured))
     values = {name: [record[name] for record in history if name in record] for name in names}
