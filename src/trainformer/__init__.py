@@ -14,6 +14,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "trainformer.trainer": ["Trainer"],
         "trainformer.core.types": ["Loss"],
+        "trainformer.data.mixture.mixture": ["Mixture"],
         "trainformer.tasks.base": ["DatasetInfo", "Task", "TaskBase"],
         "trainformer.context": ["PipelineConfig", "PipelineContext"],
         "trainformer.utils.helpers": ["seed_everything"],

@@ -15,13 +15,19 @@ class Loss(NamedTuple):
     scalar tensor (supervised tokens, valid pixels, samples). `metrics` are further values to log, each a scalar
     (averaged over samples) or a ``(sum, weight)`` pair.
 
-    >>> Loss(sum=12.0, weight=4)
-    Loss(sum=12.0, weight=4, metrics=None)
+    `per_sample` is a pair of tensors (or arrays) with the loss sum and the weight of each sample, or the loss sums alone
+    if every sample has the weight 1. With it, training on a `Mixture` logs the loss of each source. It needs no
+    gradient.
+
+    >>> loss = Loss(sum=12.0, weight=4)
+    >>> loss.sum / loss.weight
+    3.0
     """
 
     sum: Any
     weight: Any
     metrics: Mapping[str, Any] | None = None
+    per_sample: Any = None
 
 
 class Mean(NamedTuple):
@@ -51,12 +57,21 @@ class Origin(NamedTuple):
     samples: Any  # an integer array, one per sample
 
 
+class SampleSources(NamedTuple):
+    """Which source of a mixture each sample of a batch comes from: `numbers` index `names`."""
+
+    names: tuple[str, ...]
+    numbers: Any  # an integer array on the host
+    on_device: Any = None  # the same on the device of the model
+
+
 class HostBatch(NamedTuple):
     """A batch from the loader, with its number of samples, and of samples that could not be read (`bad`).
 
     When ranks share a global batch, `size` is the part of this rank: 0 if its data is only padding, so that the rank
     can take part in collectives. `global_size` is the global batch size, None if each rank knows only its own.
-    `consumed` is how far the batch advances in the order of the epoch, None if by its own size.
+    `consumed` is how far the batch advances in the order of the epoch, None if by its own size. `sources` is set for
+    batches of a mixture.
     """
 
     data: Any
@@ -65,6 +80,7 @@ class HostBatch(NamedTuple):
     origin: Origin | None = None
     global_size: int | None = None
     consumed: int | None = None
+    sources: SampleSources | None = None
 
 
 @runtime_checkable
@@ -98,6 +114,7 @@ class DeviceBatch(NamedTuple):
     more: bool = False
     global_size: int | None = None
     consumed: int | None = None
+    sources: SampleSources | None = None
 
 
 class Entry(NamedTuple):

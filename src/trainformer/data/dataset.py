@@ -60,6 +60,31 @@ class Subset(IndexedDataset):
         return self.dataset[self.indices[index]]
 
 
+class Concatenation(IndexedDataset):
+    """Several datasets one after the other: torch's `ConcatDataset`, without torch.
+
+    >>> Concatenation(["ab", "cde"])[3]
+    'd'
+    """
+
+    def __init__(self, datasets: Sequence[Any]) -> None:
+        self.datasets = list(datasets)
+        self._ends = np.cumsum([len(dataset) for dataset in self.datasets])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        number, place = self.locate(index)
+        return self.datasets[number][place]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """The number of the dataset that has a sample, and the index there."""
+        index = normalize_index(index, len(self))
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return number, index - (int(self._ends[number - 1]) if number else 0)
+
+
 class ArrayDataset(IndexedDataset):
     """Arrays of one length in memory: a dict (samples are dicts), a tuple (samples are tuples), or a single array.
 

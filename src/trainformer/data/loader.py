@@ -284,10 +284,12 @@ def stream_source(
     collate: Collate | None,
     num_workers: int,
     shard: Shard = WHOLE,
+    drop_last: bool = False,
 ) -> LoaderSource:
     """Batches of an iterable-style dataset. With worker processes, resuming reads the stream again."""
     if not shard.is_whole:
         dataset = unsharded(dataset)
-    loader = DataLoader(dataset, batch_size=batch_size, collate_fn=collate, num_workers=num_workers)
+    options: dict[str, Any] = {"collate_fn": collate, "num_workers": num_workers, "drop_last": drop_last}
+    loader = DataLoader(dataset, batch_size=batch_size, **options)
     kind = StatefulLoaderSource if has_state(dataset) and num_workers == 0 else LoaderSource
     return kind(loader, seed, shard=shard)

@@ -333,6 +333,7 @@ class NumpyStreamSource(IterableSource):
             if first is not None or batch:
                 yield from self._host_batches(epoch, batch, position, first)
                 return
+        announce_epoch(self.stream, epoch)  # again: the state was that of another epoch
         with preserved_generators():
             seed_generators(sample_key(self.seed, epoch, 0))
             self._iterator = self._open()

@@ -269,6 +269,8 @@ class Loop:
         if self._lr is not None:
             metrics["train/lr"] = float(self._lr)
         metrics["train/epoch"] = self._progress()
+        if (metrics_at := getattr(self.source, "metrics_at", None)) is not None:  # of a mixture
+            metrics |= {f"train/{name}": value for name, value in metrics_at(state.epoch, state.position).items()}
         if state.bad_samples:
             metrics["train/bad_samples"] = state.bad_samples
         metrics |= self._speed()

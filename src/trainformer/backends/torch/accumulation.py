@@ -7,14 +7,16 @@ gradients. `MemorySplitter` owns the number of pieces a micro-batch is cut into 
 from __future__ import annotations
 
 import logging
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.core.types import BackwardDone, DeviceBatch, Entry, Loss, Mean
+from trainformer.core.types import BackwardDone, DeviceBatch, Entry, Loss, Mean, SampleSources
 from trainformer.data.sharding import slice_batch
 
 logger = logging.getLogger("trainformer")
@@ -55,6 +57,8 @@ class AccumulationWindow:
             self.global_samples += batch.global_size
         if batch.size == 0:
             output = _zero_weight(output)
+        elif batch.sources is not None:
+            self.entries += source_entries(output, batch.size, batch.sources)
         if isinstance(output, Tensor):
             return self._add_loss(output, batch.size, is_mean=True)
         if isinstance(output, (Loss, Mean, BackwardDone)):
@@ -131,6 +135,56 @@ class AccumulationWindow:
         return [entry.value for entry in self.entries if entry.name == "loss"]
 
 
+def source_entries(output: Any, size: int, sources: SampleSources) -> list[Entry]:
+    """The share of each source of a mixture in a micro-batch, and the loss of its samples.
+
+    Losses need `Loss.per_sample`, unless all samples come from one source. Nothing is read from the device.
+    """
+    counts = np.bincount(sources.numbers, minlength=len(sources.names)).tolist()
+    entries = [Entry(f"share/{name}", n, size, False) for name, n in zip(sources.names, counts, strict=True)]
+    single = next((name for name, n in zip(sources.names, counts, strict=True) if n == size), None)
+    rows = getattr(output, "per_sample", None)
+    if single is not None and isinstance(output, Tensor):
+        entries.append(Entry(f"loss/{single}", output.detach(), size, True))
+    elif single is not None and isinstance(output, Mean) and output.value is not None:
+        entries.append(Entry(f"loss/{single}", output.value.detach(), _detached(output.weight), True))
+    elif single is not None and isinstance(output, (Loss, BackwardDone)):
+        entries.append(Entry(f"loss/{single}", output.sum.detach(), _detached(output.weight), False))
+    elif rows is not None:
+        sums, weights = (_row_values(values, size) for values in (rows if isinstance(rows, tuple) else (rows, 1.0)))
+        masks = sources.on_device == torch.arange(len(counts), device=sources.on_device.device)[:, None]
+        sums, weights = (torch.where(masks, values, 0).sum(1).unbind() for values in (sums, weights))
+        for name, *pair in zip(sources.names, sums, weights, strict=True):
+            entries.append(Entry(f"loss/{name}", *pair, False))
+    else:
+        _warn_about_sources(sources.names)
+    return entries
+
+
+@cache
+def _warn_about_sources(names: tuple[str, ...]) -> None:
+    logger.warning(
+        "the losses of %s are not logged: a batch has samples of several sources, and train_step returns one loss for "
+        "all of them. Return Loss(sum, weight, per_sample=losses) with the loss of each sample, or pass mix='batch' to "
+        "the Mixture.",
+        ", ".join(names),
+    )
+
+
+def _row_values(values: Any, size: int) -> Any:
+    if isinstance(values, Tensor) and values.shape == (size,):
+        return values.detach()
+    if isinstance(values, (int, float)):
+        return values
+    shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    what = f"per_sample of a loss to be a tensor of {size} losses, or a pair with their weights"
+    raise BadArgument(expected(what, shape, "Sum the loss over everything but the samples."))
+
+
+def _slice_sources(sources: SampleSources, low: int, high: int) -> SampleSources:
+    return SampleSources(sources.names, sources.numbers[low:high], sources.on_device[low:high])
+
+
 def _on(device: torch.device, value: Any) -> Tensor:
     # `full` fills the number in on the device; copying it there would sync.
     wide = torch.float64
@@ -194,6 +248,7 @@ class MemorySplitter:
                 high - low,
                 round(tokens * (high - low)),
                 more=batch.more or high < batch.size,
+                sources=batch.sources and _slice_sources(batch.sources, low, high),
             )
             for low, high in pairwise(edges)
         ]

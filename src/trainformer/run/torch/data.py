@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import DataSource
@@ -17,6 +18,9 @@ from trainformer.data.hub import load_registered
 from trainformer.data.labels import align_classes, same_class_indices
 from trainformer.data.loader import DatasetSource, loader_source, stream_source
 from trainformer.data.metadata import DatasetInfo, extract_info
+from trainformer.data.mixture.dataset import MixtureDataset, MixtureSource, TaggedCollate, sampler_progress
+from trainformer.data.mixture.mixture import Mixture, naming
+from trainformer.data.mixture.stream import MixtureStream
 from trainformer.data.sharding import WHOLE, Shard
 from trainformer.data.source import DispatchedSource, SlicedSource
 from trainformer.data.split import split_dataset
@@ -57,9 +61,14 @@ def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | i
     """Load what was passed, split off the validation set, and extract the metadata."""
     if val_data is not None and val_split is not None:
         raise BadArgument("Expected val_data or val_split, received both. Pass the one you mean.")
-    train, val = load(task, data), load(task, val_data) if val_data is not None else None
+    data = Mixture.from_mapping(data)
+    train = data.load(partial(_load_source, task)) if isinstance(data, Mixture) else load(task, data)
+    val = load(task, val_data) if val_data is not None else None
     info = extract_info(train.dataset if isinstance(train, DataLoader) else train)
     if val_split is not None:
+        if isinstance(train, MixtureDataset):
+            do = "Split the sources yourself, and pass what you hold out as val_data."
+            raise BadArgument(expected("val_data with a mixture", f"val_split={val_split}", do))
         if is_loader(train) or isinstance(train, IterableDataset | DataSource):
             do = "Pass a second loader or dataset as val_data."
             raise BadArgument(expected("val_split with a dataset that has a length", type(train).__name__, do))
@@ -76,6 +85,9 @@ def is_open(task: Any) -> bool:
 
 def load(task: Any, data: Any) -> Any:
     """A dataset, loader or data source from a path or name, arrays, a dataset, a loader or a data source."""
+    if isinstance(data, Mixture):
+        do = "Evaluate on each source by itself: a mixture says how to draw training data."
+        raise BadArgument(expected("data to evaluate", "a Mixture", do))
     if isinstance(data, (str, Path)):
         if (registered := load_registered(str(data))) is not None:
             return load(task, registered)
@@ -100,6 +112,15 @@ def load(task: Any, data: Any) -> Any:
         return data
     kinds = "a path, a tuple of tensors, a Dataset, a DataLoader (or another iterable of batches), or a DataSource"
     raise BadArgument(expected(f"data to be {kinds}", type(data).__name__))
+
+
+def _load_source(task: Any, data: Any) -> Any:
+    """One source of a mixture."""
+    loaded = load(task, data)
+    if is_loader(loaded):
+        do = "Pass a Dataset, or an IterableDataset for a stream of samples."
+        raise BadArgument(expected("samples", f"a {type(loaded).__name__}, which yields batches", do))
+    return loaded
 
 
 def is_loader(data: Any) -> bool:
@@ -131,9 +152,11 @@ def _own_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Data
         _reject_sampler(options, train, "a loader has a sampler and batches of its own; set them there")
         count = task.count_samples if provides(task, "count_samples") else None
         return loader_source(data, options.seed, count, options.shard)
+    collate = task.collate_fn if provides(task, "collate_fn") else None
+    if isinstance(data, MixtureDataset | MixtureStream):
+        return _mixture_source(task, data, options, train, collate)
     if provides(task, "prepare_dataset"):
         data = task.prepare_dataset(data, train=train)
-    collate = task.collate_fn if provides(task, "collate_fn") else None
     if isinstance(data, IterableDataset):
         _reject_sampler(options, train, "a dataset without a length cannot be sampled from")
         workers = options.num_workers or 0
@@ -146,6 +169,7 @@ def _own_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Data
             collate=collate,
             num_workers=workers,
             shard=options.shard,
+            drop_last=options.drop_last and train,
         )
     sampler = None
     if train and options.sampler is not None:
@@ -153,6 +177,10 @@ def _own_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Data
 
         size, accumulation = options.batch_size, options.accumulation
         sampler = make_sampler(options.sampler, data, batch_size=size, seed=options.seed, accumulation=accumulation)
+    return _dataset_source(data, options, train, collate, sampler)
+
+
+def _dataset_source(data: Any, options: LoadOptions, train: bool, collate: Any, sampler: Any) -> DatasetSource:
     return DatasetSource(
         data,
         options.batch_size,
@@ -168,6 +196,46 @@ def _own_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Data
         skip_bad=options.skip_bad,
         shard=options.shard,
     )
+
+
+def _mixture_source(
+    task: Any, data: MixtureDataset | MixtureStream, options: LoadOptions, train: bool, collate: Any
+) -> DataSource:
+    """Batches of a mixture for training; for evaluation, the samples of all sources one after the other."""
+
+    def prepare(sources: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not provides(task, "prepare_dataset"):
+            return sources
+        if train and provides(task, "prepare_sources"):
+            return task.prepare_sources(sources)
+        prepared = {}
+        for name, source in sources.items():
+            with naming(name):
+                prepared[name] = task.prepare_dataset(source, train=train)
+        return prepared
+
+    _reject_sampler(options, train, "a mixture decides which samples are drawn")
+    data = data.prepared(prepare)
+    step_size, tagged = options.batch_size * options.accumulation, TaggedCollate(collate or default_collate)
+    if isinstance(data, MixtureStream):
+        if not train:
+            raise BadArgument("Expected a dataset to evaluate, received a mixture of streams. Pass one of its sources.")
+        if options.num_workers:
+            do = "Leave num_workers out: its order must not depend on them."
+            raise BadArgument(expected("num_workers=0 for a mixture with streams", options.num_workers, do))
+        size = options.batch_size
+        multiple = size if options.drop_last else 1
+        data.begin(options.seed, step_size, shapes=collate is None, multiple_of=multiple)
+        source = stream_source(
+            data, size, seed=options.seed, collate=tagged, num_workers=0, shard=options.shard, drop_last=options.drop_last
+        )
+        return MixtureSource(source, data.names, data.progress)
+    data.check_forms(shapes=collate is None)
+    if not train:
+        return _dataset_source(data, options, train, collate, None)
+    sampler = data.sampler(step_size=step_size, multiple_of=options.batch_size if options.drop_last else 1)
+    source = _dataset_source(data.tagged(), options, train, tagged, sampler)
+    return MixtureSource(source, data.names, sampler_progress(sampler, options.seed))
 
 
 def _reject_sampler(options: LoadOptions, train: bool, why: str) -> None:

@@ -21,6 +21,7 @@ from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import DataSource
 from trainformer.data.labels import is_stream
 from trainformer.data.metadata import DatasetInfo
+from trainformer.data.mixture.dataset import MixtureDataset
 from trainformer.distributed import Strategy, TorchProcessGroup, make_strategy
 from trainformer.distributed.process_group import Launch
 from trainformer.run.provenance import size_of
@@ -79,7 +80,7 @@ def build_run(
         callbacks.add(EMA(decay=settings.ema))
     with process_group.main_first():  # rank 0 reads and fills caches, the others use them
         loaded = load_training_data(task, data, val_data, val_split, settings.seed)
-    if "sampler" in adapted and not is_map_style(loaded.train):
+    if "sampler" in adapted and (not is_map_style(loaded.train) or isinstance(loaded.train, MixtureDataset)):
         settings.sampler = None
         del adapted["sampler"]
     declared = _declared_arguments(task)
