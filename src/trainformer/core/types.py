@@ -15,9 +15,8 @@ class Loss(NamedTuple):
     scalar tensor (supervised tokens, valid pixels, samples). `metrics` are further values to log, each a scalar
     (averaged over samples) or a ``(sum, weight)`` pair.
 
-    `per_sample` is a pair of tensors (or arrays) with the loss sum and the weight of each sample, or the loss sums alone
-    if every sample has the weight 1. With it, training on a `Mixture` logs the loss of each source. It needs no
-    gradient.
+    `per_sample` is a pair of tensors with the loss sum and the weight of each sample, or only the losses if every
+    sample has the weight 1. With it, training on a `Mixture` logs the loss of each source. It needs no gradient.
 
     >>> loss = Loss(sum=12.0, weight=4)
     >>> loss.sum / loss.weight

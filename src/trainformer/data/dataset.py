@@ -80,9 +80,13 @@ class Concatenation(IndexedDataset):
 
     def locate(self, index: int) -> tuple[int, int]:
         """The number of the dataset that has a sample, and the index there."""
-        index = normalize_index(index, len(self))
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        return number, index - (int(self._ends[number - 1]) if number else 0)
+        numbers, places = self.locate_all(np.asarray([normalize_index(index, len(self))]))
+        return int(numbers[0]), int(places[0])
+
+    def locate_all(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The same for many samples."""
+        numbers = np.searchsorted(self._ends, indices, side="right")
+        return numbers, indices - np.concatenate([[0], self._ends])[numbers]
 
 
 class ArrayDataset(IndexedDataset):

@@ -101,6 +101,21 @@ class TaggedCollate:
         return {**data, SOURCE: sources} if self.as_column else TaggedBatch(sources, data)
 
 
+def plain_integers(sample: Any) -> Any:
+    """A sample with Python's integers instead of scalars of torch or NumPy: only one kind can be collated.
+
+    >>> plain_integers((np.zeros(2), np.int64(3)))
+    (array([0., 0.]), 3)
+    """
+    if isinstance(sample, Mapping):
+        return {name: plain_integers(value) for name, value in sample.items()}
+    if isinstance(sample, tuple | list):
+        parts = [plain_integers(value) for value in sample]
+        return type(sample)(*parts) if hasattr(sample, "_fields") else type(sample)(parts)
+    is_scalar = hasattr(sample, "dtype") and not sample.shape and "int" in str(sample.dtype)
+    return int(sample) if is_scalar else sample
+
+
 class MixtureSource(WrappedSource):
     """Batches of a mixture that know where their samples come from.
 
@@ -168,7 +183,7 @@ def form_of(sample: Any, shapes: bool) -> Any:
     if isinstance(sample, tuple) or (isinstance(sample, list) and any(map(is_array, sample))):
         return [form_of(value, shapes) for value in sample]
     if hasattr(sample, "dtype"):  # a scalar of NumPy or torch
-        return "float" if "float" in str(sample.dtype) else "int"
+        return str(sample.dtype).removeprefix("torch.") if "float" in str(sample.dtype) else "int"
     if isinstance(sample, bool | int):
         return "int"
     return type(sample).__name__

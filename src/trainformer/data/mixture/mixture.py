@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trainformer.core.errors import BadArgument, DataError, TrainformerError, check_choice, did_you_mean, expected
@@ -31,8 +32,8 @@ class Mixture:
 
     `epoch` is the length of an epoch: a number of samples; ``"longest"``, so many that every source is seen completely
     (smaller sources repeat; the default); ``"shortest"``, so many that no source repeats; ``"total"``, as many as all
-    sources have together (the default with weights that change). Each pass over a source is shuffled anew and shows each
-    sample once; passes continue from one epoch to the next.
+    sources have together (the default with weights that change). Each pass over a source is shuffled anew and shows
+    each sample once; passes continue from one epoch to the next.
 
     ``mix="batch"`` fills each optimizer step from one source, instead of choosing the source of each sample.
 
@@ -102,18 +103,13 @@ class Mixture:
         return MixtureDataset(self, loaded)
 
 
-class naming:
-    """Context: errors name the source of the mixture."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, TrainformerError):
-            raise type(error)(f"Source {self.name!r} of the mixture: {error}") from error
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Errors name the source of the mixture."""
+    try:
+        yield
+    except TrainformerError as error:
+        raise type(error)(f"Source {name!r} of the mixture: {error}") from error
 
 
 def _checked_sources(sources: Any) -> dict[str, Any]:
@@ -138,7 +134,9 @@ def _checked_data(data: Any) -> Any:
     """A dataset or a stream of samples; not batches."""
     if hasattr(data, "batch_sampler") or hasattr(data, "batches_per_epoch"):
         do = "Pass its dataset: batches are made of samples from several sources."
-        raise BadArgument(expected("a dataset or a stream of samples", f"a {type(data).__name__}, which has batches", do))
+        raise BadArgument(
+            expected("a dataset or a stream of samples", f"a {type(data).__name__}, which has batches", do)
+        )
     if not is_stream(data) and not length(data):
         raise DataError(expected("at least one sample", "none", "Leave the source out of the mixture."))
     return data

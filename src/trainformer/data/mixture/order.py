@@ -1,8 +1,8 @@
 """Which sample of which source a mixture draws at each position of an epoch: pure functions of (seed, epoch, position).
 
-The positions of an epoch get evenly spaced numbers between 0 and 1 in random order, and the weights divide this interval
-between the sources. So an epoch holds the share of each source that its weight asks for, exact to a sample, in an order
-that is random; and with constant weights all epochs hold equally many samples of a source.
+The positions of an epoch get evenly spaced numbers between 0 and 1 in random order, and the weights divide this
+interval between the sources. So an epoch holds the share of each source that its weight asks for, exact to a sample,
+in random order; and with constant weights all epochs hold equally many samples of a source.
 
 A source is read in passes, each in a new random order, which continue from one epoch to the next: each sample comes
 once before any comes again.

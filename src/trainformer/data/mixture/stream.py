@@ -15,8 +15,7 @@ import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.hub import has_state
-from trainformer.data.labels import is_instance_of, is_stream, targets_of
-from trainformer.data.labels import HF_STREAM, STREAM
+from trainformer.data.labels import HF_STREAM, STREAM, is_instance_of, is_stream, targets_of
 from trainformer.data.mixture.dataset import form_of, same_forms
 from trainformer.data.mixture.order import MixtureSampler, draw_sources, pass_samples
 from trainformer.data.mixture.weights import Weights, make_weights
@@ -35,7 +34,8 @@ class MixtureStream:
 
     With sources of known sizes an epoch has the length that a mixture of datasets has. With others it lasts until all
     sources have ended (``"longest"``), or the first has (``"shortest"``). A source that ends starts its next pass, and
-    gets `set_epoch` with the number of the pass, by which it may shuffle. The next epoch continues where this one ended.
+    gets `set_epoch` with the number of the pass, by which it may shuffle. The next epoch continues where this one
+    ended.
     """
 
     in_memory = True  # read in this process

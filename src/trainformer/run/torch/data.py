@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import DataSource
@@ -61,7 +61,6 @@ def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | i
     """Load what was passed, split off the validation set, and extract the metadata."""
     if val_data is not None and val_split is not None:
         raise BadArgument("Expected val_data or val_split, received both. Pass the one you mean.")
-    data = Mixture.from_mapping(data)
     train = data.load(partial(_load_source, task)) if isinstance(data, Mixture) else load(task, data)
     val = load(task, val_data) if val_data is not None else None
     info = extract_info(train.dataset if isinstance(train, DataLoader) else train)
@@ -216,24 +215,23 @@ def _mixture_source(
 
     _reject_sampler(options, train, "a mixture decides which samples are drawn")
     data = data.prepared(prepare)
-    step_size, tagged = options.batch_size * options.accumulation, TaggedCollate(collate or default_collate)
+    step_size, multiple = options.batch_size * options.accumulation, options.batch_size if options.drop_last else 1
+    tagged = None if collate is None else TaggedCollate(collate)
     if isinstance(data, MixtureStream):
         if not train:
             raise BadArgument("Expected a dataset to evaluate, received a mixture of streams. Pass one of its sources.")
         if options.num_workers:
             do = "Leave num_workers out: its order must not depend on them."
             raise BadArgument(expected("num_workers=0 for a mixture with streams", options.num_workers, do))
-        size = options.batch_size
-        multiple = size if options.drop_last else 1
         data.begin(options.seed, step_size, shapes=collate is None, multiple_of=multiple)
-        source = stream_source(
-            data, size, seed=options.seed, collate=tagged, num_workers=0, shard=options.shard, drop_last=options.drop_last
-        )
-        return MixtureSource(source, data.names, data.progress)
+        usual: Any = {"seed": options.seed, "shard": options.shard, "drop_last": options.drop_last}
+        stream: Any = data
+        loader = stream_source(stream, options.batch_size, collate=tagged, num_workers=0, **usual)
+        return MixtureSource(loader, data.names, data.progress)
     data.check_forms(shapes=collate is None)
     if not train:
         return _dataset_source(data, options, train, collate, None)
-    sampler = data.sampler(step_size=step_size, multiple_of=options.batch_size if options.drop_last else 1)
+    sampler = data.sampler(step_size=step_size, multiple_of=multiple)
     source = _dataset_source(data.tagged(), options, train, tagged, sampler)
     return MixtureSource(source, data.names, sampler_progress(sampler, options.seed))
 

@@ -22,6 +22,8 @@ from trainformer.core.types import DataSource
 from trainformer.data.labels import is_stream
 from trainformer.data.metadata import DatasetInfo
 from trainformer.data.mixture.dataset import MixtureDataset
+from trainformer.data.mixture.mixture import Mixture
+from trainformer.data.mixture.stream import MixtureStream
 from trainformer.distributed import Strategy, TorchProcessGroup, make_strategy
 from trainformer.distributed.process_group import Launch
 from trainformer.run.provenance import size_of
@@ -70,6 +72,7 @@ def build_run(
 ) -> TorchParts:
     """Build the parts of a run. `passed` are the settings that the user named; they stay as they are."""
     validate_settings(settings)
+    data = Mixture.from_mapping(data)
     strategy = make_strategy(settings.strategy)
     strategy.setup_environment(settings.device, settings.rank_timeout)
     process_group = strategy.process_group
@@ -83,6 +86,8 @@ def build_run(
     if "sampler" in adapted and (not is_map_style(loaded.train) or isinstance(loaded.train, MixtureDataset)):
         settings.sampler = None
         del adapted["sampler"]
+    if isinstance(loaded.train, MixtureDataset | MixtureStream) and hasattr(task, "per_sample_losses"):
+        task.per_sample_losses = True
     declared = _declared_arguments(task)
     configure_task(task, loaded)
     # A copy: the backend keeps the settings that it was built with.
