@@ -55,10 +55,12 @@ class AccumulationWindow:
             self.global_samples = None
         else:
             self.global_samples += batch.global_size
-        if batch.size == 0:
-            output = _zero_weight(output)
-        elif batch.sources is not None:
+        loss = self._record(_zero_weight(output) if batch.size == 0 else output, batch)
+        if batch.sources is not None and batch.size:
             self.entries += source_entries(output, batch.size, batch.sources)
+        return loss
+
+    def _record(self, output: Any, batch: DeviceBatch) -> Tensor | None:
         if isinstance(output, Tensor):
             return self._add_loss(output, batch.size, is_mean=True)
         if isinstance(output, (Loss, Mean, BackwardDone)):

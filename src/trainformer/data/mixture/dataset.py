@@ -147,6 +147,16 @@ class MixtureSource(WrappedSource):
         return found
 
 
+    def drawn_by(self, step: int) -> dict[str, float]:
+        """Passes over each source after so many optimizer steps, if that is known in advance."""
+        sampler = getattr(self.source, "sampler", None)
+        if not isinstance(sampler, MixtureSampler):
+            return {}
+        epoch, step = divmod(step, -(-len(sampler) // sampler.step_size))
+        passes, _ = self._progress(epoch, step * sampler.step_size)
+        return {name: value for name, value in zip(self.names, passes, strict=True) if value is not None}
+
+
 #: Passes over each source, and their weights if these change, at a position of an epoch.
 Progress = Callable[[int, int], tuple[Sequence[float | None], np.ndarray | None]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,14 @@ from trainformer.data.hub import load_registered
 from trainformer.data.labels import align_classes, same_class_indices
 from trainformer.data.loader import DatasetSource, loader_source, stream_source
 from trainformer.data.metadata import DatasetInfo, extract_info
-from trainformer.data.mixture.dataset import MixtureDataset, MixtureSource, TaggedCollate, sampler_progress
-from trainformer.data.mixture.mixture import Mixture, naming
+from trainformer.data.mixture.dataset import MixtureDataset
+from trainformer.data.mixture.mixture import Mixture
 from trainformer.data.mixture.stream import MixtureStream
 from trainformer.data.sharding import WHOLE, Shard
 from trainformer.data.source import DispatchedSource, SlicedSource
 from trainformer.data.split import split_dataset
 from trainformer.distributed import TorchProcessGroup
+from trainformer.run.torch.mixture import load_mixture, mixture_source
 from trainformer.run.torch.settings import RunSettings
 from trainformer.tasks.base import provides
 
@@ -46,6 +47,11 @@ class LoadOptions:
     shard: Shard = WHOLE
     dispatch: Any = None  # the process group to which rank 0 dispatches what it reads; None: each rank reads its own
 
+    def reading(self) -> dict[str, Any]:
+        """The arguments of every `DatasetSource`."""
+        names = "seed", "num_workers", "pin_memory", "prefetch_factor", "worker_context", "skip_bad", "shard"
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclass(frozen=True)
 class TrainingData:
@@ -61,7 +67,7 @@ def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | i
     """Load what was passed, split off the validation set, and extract the metadata."""
     if val_data is not None and val_split is not None:
         raise BadArgument("Expected val_data or val_split, received both. Pass the one you mean.")
-    train = data.load(partial(_load_source, task)) if isinstance(data, Mixture) else load(task, data)
+    train = load_mixture(data, partial(load, task), is_loader) if isinstance(data, Mixture) else load(task, data)
     val = load(task, val_data) if val_data is not None else None
     info = extract_info(train.dataset if isinstance(train, DataLoader) else train)
     if val_split is not None:
@@ -113,15 +119,6 @@ def load(task: Any, data: Any) -> Any:
     raise BadArgument(expected(f"data to be {kinds}", type(data).__name__))
 
 
-def _load_source(task: Any, data: Any) -> Any:
-    """One source of a mixture."""
-    loaded = load(task, data)
-    if is_loader(loaded):
-        do = "Pass a Dataset, or an IterableDataset for a stream of samples."
-        raise BadArgument(expected("samples", f"a {type(loaded).__name__}, which yields batches", do))
-    return loaded
-
-
 def is_loader(data: Any) -> bool:
     """Whether something yields batches: a DataLoader, or an iterable that is not a dataset."""
     if isinstance(data, DataLoader):
@@ -153,7 +150,8 @@ def _own_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Data
         return loader_source(data, options.seed, count, options.shard)
     collate = task.collate_fn if provides(task, "collate_fn") else None
     if isinstance(data, MixtureDataset | MixtureStream):
-        return _mixture_source(task, data, options, train, collate)
+        _reject_sampler(options, train, "a mixture decides which samples are drawn")
+        return mixture_source(task, data, options, train, collate)
     if provides(task, "prepare_dataset"):
         data = task.prepare_dataset(data, train=train)
     if isinstance(data, IterableDataset):
@@ -176,64 +174,15 @@ def _own_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Data
 
         size, accumulation = options.batch_size, options.accumulation
         sampler = make_sampler(options.sampler, data, batch_size=size, seed=options.seed, accumulation=accumulation)
-    return _dataset_source(data, options, train, collate, sampler)
-
-
-def _dataset_source(data: Any, options: LoadOptions, train: bool, collate: Any, sampler: Any) -> DatasetSource:
     return DatasetSource(
         data,
         options.batch_size,
         shuffle=train,
         sampler=sampler,
         drop_last=options.drop_last and train,
-        seed=options.seed,
         collate=collate,
-        num_workers=options.num_workers,
-        pin_memory=options.pin_memory,
-        prefetch_factor=options.prefetch_factor,
-        worker_context=options.worker_context,
-        skip_bad=options.skip_bad,
-        shard=options.shard,
+        **options.reading(),
     )
-
-
-def _mixture_source(
-    task: Any, data: MixtureDataset | MixtureStream, options: LoadOptions, train: bool, collate: Any
-) -> DataSource:
-    """Batches of a mixture for training; for evaluation, the samples of all sources one after the other."""
-
-    def prepare(sources: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not provides(task, "prepare_dataset"):
-            return sources
-        if train and provides(task, "prepare_sources"):
-            return task.prepare_sources(sources)
-        prepared = {}
-        for name, source in sources.items():
-            with naming(name):
-                prepared[name] = task.prepare_dataset(source, train=train)
-        return prepared
-
-    _reject_sampler(options, train, "a mixture decides which samples are drawn")
-    data = data.prepared(prepare)
-    step_size, multiple = options.batch_size * options.accumulation, options.batch_size if options.drop_last else 1
-    tagged = None if collate is None else TaggedCollate(collate)
-    if isinstance(data, MixtureStream):
-        if not train:
-            raise BadArgument("Expected a dataset to evaluate, received a mixture of streams. Pass one of its sources.")
-        if options.num_workers:
-            do = "Leave num_workers out: its order must not depend on them."
-            raise BadArgument(expected("num_workers=0 for a mixture with streams", options.num_workers, do))
-        data.begin(options.seed, step_size, shapes=collate is None, multiple_of=multiple)
-        usual: Any = {"seed": options.seed, "shard": options.shard, "drop_last": options.drop_last}
-        stream: Any = data
-        loader = stream_source(stream, options.batch_size, collate=tagged, num_workers=0, **usual)
-        return MixtureSource(loader, data.names, data.progress)
-    data.check_forms(shapes=collate is None)
-    if not train:
-        return _dataset_source(data, options, train, collate, None)
-    sampler = data.sampler(step_size=step_size, multiple_of=multiple)
-    source = _dataset_source(data.tagged(), options, train, tagged, sampler)
-    return MixtureSource(source, data.names, sampler_progress(sampler, options.seed))
 
 
 def _reject_sampler(options: LoadOptions, train: bool, why: str) -> None:
