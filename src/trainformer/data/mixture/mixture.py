@@ -135,7 +135,7 @@ def _checked_data(data: Any) -> Any:
     if hasattr(data, "batch_sampler") or hasattr(data, "batches_per_epoch"):
         do = "Pass its dataset: batches are made of samples from several sources."
         raise BadArgument(
-            expected("a dataset or a stream of samples", f"a {type(data).__name__}, which has batches", do)
+            expected("a dataset or a stream of samples", f"a {type(data).__name__}, which makes batches", do)
         )
     if not is_stream(data) and not length(data):
         raise DataError(expected("at least one sample", "none", "Leave the source out of the mixture."))
