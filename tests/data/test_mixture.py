@@ -1,4 +1,4 @@
-"""Mixtures: which sample of which source comes when, for any number of ranks, workers and steps; and what is refused."""
+"""Mixtures: which sample of which source comes when, for any ranks, workers and steps; and what is refused."""
 
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ from trainformer.data.loader import DatasetSource
 from trainformer.data.mixture.dataset import MixtureSource, sampler_progress
 from trainformer.data.mixture.order import MixtureSampler
 from trainformer.data.mixture.weights import check_weights, make_weights
-from trainformer.data.sharding import Shard
+from trainformer.data.sharding import WHOLE, Shard
 
 
 def weights_of(weights, sizes, temperature=None):
@@ -90,7 +90,10 @@ def test_each_pass_over_a_source_has_each_sample_once_and_a_new_order(sizes, raw
 
 
 @settings(max_examples=40, deadline=None)
-@given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=4), raw=st.lists(st.floats(0.05, 1.0), min_size=4, max_size=4))
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    raw=st.lists(st.floats(0.05, 1.0), min_size=4, max_size=4),
+)
 def test_the_longest_epoch_sees_everything_and_the_shortest_repeats_nothing(sizes, raw):
     longest = sampler_of(raw[: len(sizes)], sizes, epoch="longest")
     assert [set(drawn) for drawn in draws_by_source(longest, 1)] == [set(range(size)) for size in sizes]
@@ -112,7 +115,8 @@ def test_epochs_of_all_kinds():
     assert len(sampler_of([1, 1], [10, 30], multiple_of=16)) == 48
     by_step = sampler_of([1, 1], [10, 30], mix="batch", step_size=8)
     sources = by_step.sources(0, seed=0).reshape(-1, 8)
-    assert (sources == sources[:, :1]).all() and len(set(sources[:, 0])) == 2
+    assert (sources == sources[:, :1]).all()
+    assert len(set(sources[:, 0])) == 2
     changing = [(0, {"s0": 1, "s1": 0}), (9, {"s0": 0, "s1": 1})]
     with pytest.raises(BadArgument, match="'total' or a number, with weights that change, received 'longest'"):
         sampler_of(changing, [10, 30])
@@ -120,7 +124,12 @@ def test_epochs_of_all_kinds():
 
 def test_a_fresh_sampler_gives_any_epoch_without_those_before():
     ramp = [(0, {"s0": 1, "s1": 1}), (20, {"s0": 1, "s1": 9})]
-    for weights, mix in ((ramp, "sample"), (ramp, "batch"), ([1, 2], "batch"), (lambda step: {"s0": 1, "s1": step}, "sample")):
+    for weights, mix in (
+        (ramp, "sample"),
+        (ramp, "batch"),
+        ([1, 2], "batch"),
+        (lambda step: {"s0": 1, "s1": step}, "sample"),
+    ):
         options = {"epoch": 40, "mix": mix, "step_size": 4}
         whole = sampler_of(weights, [7, 11], **options)
         wanted = [whole.order(epoch, 5) for epoch in range(4)]
@@ -170,7 +179,7 @@ def tensors(source, size):
     return TensorDataset(torch.full((size,), source), torch.arange(size), torch.zeros(size, dtype=torch.long))
 
 
-def source_of(mixture, batch_size=6, accumulation=1, shard=Shard(), workers=0):
+def source_of(mixture, batch_size=6, accumulation=1, shard=WHOLE, workers=0):
     """Batches of a mixture, as a torch run makes them."""
     from trainformer.run.torch.data import LoadOptions, make_source
 
@@ -225,7 +234,7 @@ def test_the_sequence_is_the_same_for_any_ranks_workers_and_micro_batches(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shard", [Shard(), Shard(1, 2)], ids=["one rank", "another world size"])
+@pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2)], ids=["one rank", "another world size"])
 def test_resuming_at_any_batch_continues_the_sequence(kind, shard):
     whole = source_of(KINDS[kind]())
     states, batches, edges = [], [], []
@@ -243,7 +252,7 @@ def test_resuming_at_any_batch_continues_the_sequence(kind, shard):
             resumed.load_state_dict(state)
         position = sum(batch.size for batch in batches[place - number + 1 : place + 1])
         at = (epoch + 1, 0, 0) if number == lengths[epoch] else (epoch, number, position)
-        found = [batch for batch in resumed.batches(*at)]
+        found = list(resumed.batches(*at))
         for later in range(at[0] + 1, 2):
             found += resumed.batches(later)
         wanted = [shard.slice(batch._replace(data=tuple(batch.data))) for batch in batches[place + 1 :]]
@@ -294,11 +303,12 @@ def test_numpy_batches_have_the_order_of_torch_batches_and_name_their_sources():
     from trainformer.data.numpy_loader import as_data
 
     source = numpy_source(mixture.load(as_data), 6, shuffle=True, seed=11, pad_last=True)
-    assert isinstance(source, MixtureSource) and isinstance(source.source, NumpySource)
+    assert isinstance(source, MixtureSource)
+    assert isinstance(source.source, NumpySource)
     source.keeps_column = True
     found = []
     for batch in source.batches(0):
-        assert len(batch.data["_source"]) == 6 and batch.data["_valid"].sum() == batch.size
+        assert (len(batch.data["_source"]), batch.data["_valid"].sum()) == (6, batch.size)
         assert (batch.sources.numbers == batch.data["_source"][: batch.size]).all()
         found += [(int(x >= 100), int(x % 100)) for x in batch.data["x"][: batch.size]]
     assert found == [row[:2] for row in sequence(source_of(KINDS["datasets"]()), epochs=1)]
@@ -318,22 +328,35 @@ def test_passes_and_weights_at_a_position():
 # -- mistakes --------------------------------------------------------------------------------------------------
 
 A, B = ["x"] * 4, ["y"] * 6
+TWO = {"code": A, "web": B}
 MISTAKES = {
-    "a misspelt source": (lambda: Mixture({"code": A, "web": B}, {"code": 1, "wbe": 1}), "received 'wbe'. Did you mean 'web'"),
-    "a missing weight": (lambda: Mixture({"code": A, "web": B}, {"code": 1}), "for all sources, received none for 'web'"),
-    "a negative weight": (lambda: Mixture({"code": A, "web": B}, {"code": -1, "web": 1}), "at least 0, received {'code': -1}"),
-    "NaN": (lambda: Mixture({"code": A, "web": B}, {"code": float("nan"), "web": 1}), "finite numbers"),
-    "a text as weight": (lambda: Mixture({"code": A, "web": B}, {"code": "0.3", "web": 1}), "finite numbers"),
-    "only zeros": (lambda: Mixture({"code": A, "web": B}, {"code": 0, "web": 0}), "at least one is positive"),
-    "too few weights": (lambda: Mixture({"code": A, "web": B}, [0.3]), "one weight for each of the 2 sources"),
-    "a word": (lambda: Mixture({"code": A, "web": B}, "sizes"), "Did you mean 'size'"),
+    "a misspelt source": (
+        lambda: Mixture(TWO, {"code": 1, "wbe": 1}),
+        "received 'wbe'. Did you mean 'web'",
+    ),
+    "a missing weight": (
+        lambda: Mixture(TWO, {"code": 1}),
+        "for all sources, received none for 'web'",
+    ),
+    "a negative weight": (
+        lambda: Mixture(TWO, {"code": -1, "web": 1}),
+        "at least 0, received {'code': -1}",
+    ),
+    "NaN": (lambda: Mixture(TWO, {"code": float("nan"), "web": 1}), "finite numbers"),
+    "a text as weight": (lambda: Mixture(TWO, {"code": "0.3", "web": 1}), "finite numbers"),
+    "only zeros": (lambda: Mixture(TWO, {"code": 0, "web": 0}), "at least one is positive"),
+    "too few weights": (lambda: Mixture(TWO, [0.3]), "one weight for each of the 2 sources"),
+    "a word": (lambda: Mixture(TWO, "sizes"), "Did you mean 'size'"),
     "temperature 0": (lambda: Mixture({"code": A}, temperature=0), "temperature to be a positive number, received 0"),
     "temperature NaN": (lambda: Mixture({"code": A}, temperature=float("nan")), "temperature to be a positive number"),
     "both": (lambda: Mixture({"code": A}, {"code": 1}, temperature=2), "weights or temperature, received both"),
     "steps in disorder": (lambda: Mixture({"code": A}, [(5, {"code": 1}), (5, {"code": 1})]), "ascending order"),
     "a negative step": (lambda: Mixture({"code": A}, [(-1, {"code": 1})]), "integers from 0, received -1"),
     "no pairs": (lambda: Mixture({"code": A}, [{"code": 1}]), r"a list of \(step, weights\) pairs"),
-    "a function that forgets": (lambda: Mixture({"code": A, "web": B}, lambda step: {"web": 1}), r"weights\(0\) for all"),
+    "a function that forgets": (
+        lambda: Mixture(TWO, lambda step: {"web": 1}),
+        r"weights\(0\) for all",
+    ),
     "no sources": (lambda: Mixture({}), "at least one source"),
     "a list of sources": (lambda: Mixture([A, B]), "as a dict from names to data, received 'list'"),
     "a slash": (lambda: Mixture({"a/b": A}), "without '/'"),
@@ -343,7 +366,10 @@ MISTAKES = {
     "an unknown epoch": (lambda: Mixture({"a": A}, epoch="long"), "Did you mean 'longest'"),
     "an unknown mix": (lambda: Mixture({"a": A}, mix="batches"), "Did you mean 'batch'"),
     "an unknown argument": (lambda: Mixture.from_mapping({"sources": {"a": A}, "weight": 1}), "Did you mean 'weights'"),
-    "an empty source": (lambda: Mixture({"a": A, "b": []}).load(lambda d: d), "'b' of the mixture: Expected at least one sample"),
+    "an empty source": (
+        lambda: Mixture({"a": A, "b": []}).load(lambda d: d),
+        "'b' of the mixture: Expected at least one",
+    ),
     "a loader": (
         lambda: Mixture({"a": torch.utils.data.DataLoader(A)}).load(lambda d: d),
         "'a' of the mixture: Expected a dataset or a stream of samples, received 'a DataLoader, which makes batches'",
@@ -356,7 +382,10 @@ MISTAKES = {
         lambda: source_of(Mixture({"a": [torch.zeros(2)], "b": [torch.zeros(2, dtype=torch.uint8)]})),
         "float32",
     ),
-    "another shape": (lambda: source_of(Mixture({"a": [torch.zeros(2)], "b": [torch.zeros(3)]})), r"float32 \(3,\)' in 'b'"),
+    "another shape": (
+        lambda: source_of(Mixture({"a": [torch.zeros(2)], "b": [torch.zeros(3)]})),
+        r"float32 \(3,\)' in 'b'",
+    ),
     "other fields in a stream": (
         lambda: list(source_of(Mixture({"a": Numbers(0, 9), "b": list(range(9))}, "equal", epoch=9)).batches(0)),
         "samples of one form",

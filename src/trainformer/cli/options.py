@@ -48,7 +48,7 @@ _WHAT = "what to train"
 _METAVARS = {"int": "N", "float": "X", "[": "LIST", "{": "MAPPING", "Any": "VALUE", "str": "TEXT", "object": "OBJECT"}
 # The docstrings of these describe the Python arguments.
 _HELP = {
-    "data": "training data: a path or name that the task can load; of a mixture: --data.sources.NAME, --data.weights.NAME",
+    "data": "training data: a path or name that the task can load; of a mixture: --data.sources.NAME=PATH",
     "val_data": "validation data, likewise",
     "val_split": "fraction or number of training samples to hold out for validation instead",
     "callbacks": "such as EarlyStopping or 'EarlyStopping(patience=3), EMA'; `trainformer tasks` lists them",

@@ -7,7 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 
-class Loss(NamedTuple):
+class _SumAndWeight(NamedTuple):
+    sum: Any
+    weight: Any
+    metrics: Mapping[str, Any] | None = None
+
+
+class Loss(_SumAndWeight):
     """What `train_step` may return instead of a mean: a sum, and the weight to divide it by.
 
     The engine divides the sum over all micro-batches and ranks once by the total weight, so the result does not depend
@@ -16,17 +22,19 @@ class Loss(NamedTuple):
     (averaged over samples) or a ``(sum, weight)`` pair.
 
     `per_sample` is a pair of tensors with the loss sum and the weight of each sample, or only the losses if every
-    sample has the weight 1. With it, training on a `Mixture` logs the loss of each source. It needs no gradient.
+    sample has the weight 1. With it, training on a `Mixture` logs the loss of each source. It needs no gradient, and
+    is no item of the tuple.
 
-    >>> loss = Loss(sum=12.0, weight=4)
-    >>> loss.sum / loss.weight
-    3.0
+    >>> Loss(sum=12.0, weight=4)
+    Loss(sum=12.0, weight=4, metrics=None)
     """
 
-    sum: Any
-    weight: Any
-    metrics: Mapping[str, Any] | None = None
     per_sample: Any = None
+
+    def __new__(cls, sum: Any, weight: Any, metrics: Mapping[str, Any] | None = None, per_sample: Any = None) -> Loss:
+        self = super().__new__(cls, sum, weight, metrics)
+        self.per_sample = per_sample
+        return self
 
 
 class Mean(NamedTuple):

@@ -146,7 +146,6 @@ class MixtureSource(WrappedSource):
             found |= {f"weight/{name}": float(value) for name, value in zip(self.names, weights, strict=True)}
         return found
 
-
     def drawn_by(self, step: int) -> dict[str, float]:
         """Passes over each source after so many optimizer steps, if that is known in advance."""
         sampler = getattr(self.source, "sampler", None)

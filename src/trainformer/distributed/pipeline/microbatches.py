@@ -66,7 +66,7 @@ def loss_terms(output: Any, rows: int) -> tuple[Tensor, LossTerms]:
     elif isinstance(output, Mean) and output.value is not None:
         total, weight, metrics = output.value * output.weight, output.weight, output.metrics
     elif isinstance(output, Loss):
-        total, weight, metrics = output[:3]
+        total, weight, metrics = output
     else:
         what = "train_step to return a scalar tensor or Loss(sum, weight) in a pipeline"
         raise BadArgument(expected(what, type(output).__name__))
