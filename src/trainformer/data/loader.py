@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from trainformer.core.errors import DataError
 from trainformer.core.types import HostBatch, Origin
-from trainformer.data.fetcher import Collate, Fetched, Fetcher, is_in_memory, tensors_of, unwrap_subsets
+from trainformer.data.fetcher import Collate, Fetched, Fetcher, Rows, is_in_memory, tensors_of, unwrap_subsets
 from trainformer.data.hub import has_state
 from trainformer.data.mixture.dataset import MixtureDataset, TaggedBatch, TaggedCollate, TaggedSamples, plain_integers
 from trainformer.data.mixture.stream import MixtureStream
@@ -64,7 +64,7 @@ class DatasetSource(MapStyleSource):
         shard: Shard = WHOLE,
     ) -> None:
         tensors = tensors_of(unwrap_subsets(dataset)[0]) if collate is None else None
-        rows = None if tensors is None else partial(_select, tensors)
+        rows: Rows | None = None if tensors is None else partial(_select, tensors)
         if isinstance(dataset, TaggedSamples) and collate is None:
             rows = _rows_of_mixture(dataset.dataset)
             collate = TaggedCollate(_collate_mixed)

@@ -29,13 +29,15 @@ class TokenLoss(NamedTuple):
     correct: Tensor
 
 
-class SequenceTokenLoss(NamedTuple):
-    """A `TokenLoss` with the loss sum and the number of supervised tokens of each sequence, without gradient."""
+class SequenceTokenLoss(TokenLoss):
+    """A `TokenLoss` that also has the loss sum and the number of supervised tokens of each sequence, no gradient."""
 
-    sum: Tensor
-    weight: Tensor
-    correct: Tensor
     per_sequence: tuple[Tensor, Tensor]
+
+    def __new__(cls, total: TokenLoss, per_sequence: tuple[Tensor, Tensor]) -> SequenceTokenLoss:
+        self = super().__new__(cls, *total)
+        self.per_sequence = per_sequence
+        return self
 
 
 class SequenceLogProbs(NamedTuple):
@@ -54,7 +56,7 @@ def token_cross_entropy(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     per_sequence: bool = False,
-) -> TokenLoss | SequenceTokenLoss:
+) -> TokenLoss:
     """Cross-entropy of logits (..., T, V) and labels (..., T), summed in float32 (float64 if the logits are).
 
     With `shift` the logits at a position predict the label at the next one, as in causal models. Labels equal to
@@ -85,7 +87,7 @@ def token_cross_entropy(
     correct = ((argmax_rows(flat.detach()) == labels) & valid).sum()
     if not per_sequence:
         return TokenLoss(found, valid.sum(), correct)
-    return SequenceTokenLoss(found.sum(), valid.sum(), correct, _by_sequence(found, valid, shape))
+    return SequenceTokenLoss(TokenLoss(found.sum(), valid.sum(), correct), _by_sequence(found, valid, shape))
 
 
 def linear_cross_entropy(
@@ -102,7 +104,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     per_sequence: bool = False,
-) -> TokenLoss | SequenceTokenLoss:
+) -> TokenLoss:
     """`token_cross_entropy` of ``hidden @ weight.T + bias``, with the logits of `chunk_tokens` tokens at a time.
 
     `hidden` (..., T, D) are the last hidden states, `weight` (V, D) belongs to the output layer (it may be tied to the
@@ -125,10 +127,10 @@ def linear_cross_entropy(
     rows = Rows.of(hidden, targets, ignore_index)
     learn = torch.is_grad_enabled()
     total, correct, losses = Summed.apply(rows.hidden, weight, bias, rows.labels, rows.valid, head, learn)
+    found = TokenLoss(total, rows.valid.sum(), correct)
     if not per_sequence:
-        return TokenLoss(total, rows.valid.sum(), correct)
-    by_sequence = _by_sequence(rows.spread(losses), targets != ignore_index, labels.shape)
-    return SequenceTokenLoss(total, rows.valid.sum(), correct, by_sequence)
+        return found
+    return SequenceTokenLoss(found, _by_sequence(rows.spread(losses), targets != ignore_index, labels.shape))
 
 
 def _by_sequence(losses: Tensor, valid: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:

@@ -52,7 +52,7 @@ class Sources(NamedTuple):
         else:
             valid = batch.get(VALID, jnp.ones(numbers.shape, bool))
             pair = rows if isinstance(rows, tuple) else (rows, jnp.ones(numbers.shape))
-            rows = [jnp.where(valid, jnp.asarray(values, jnp.float32), 0.0) for values in pair]
+            rows = tuple(jnp.where(valid, jnp.asarray(values, jnp.float32), 0.0) for values in pair)
         found = {}
         for number, name in enumerate(self.names):
             pair = [jnp.sum(jnp.where(numbers == number, values, 0.0)) for values in rows]

@@ -156,8 +156,8 @@ def source_entries(output: Any, size: int, sources: SampleSources) -> list[Entry
         sums, weights = (_row_values(values, size) for values in (rows if isinstance(rows, tuple) else (rows, 1.0)))
         masks = sources.on_device == torch.arange(len(counts), device=sources.on_device.device)[:, None]
         sums, weights = (torch.where(masks, values, 0).sum(1).unbind() for values in (sums, weights))
-        for name, *pair in zip(sources.names, sums, weights, strict=True):
-            entries.append(Entry(f"loss/{name}", *pair, False))
+        named = zip(sources.names, sums, weights, strict=True)
+        entries += [Entry(f"loss/{name}", total, weight, False) for name, total, weight in named]
     else:
         _warn_about_sources(sources.names)
     return entries

@@ -49,7 +49,7 @@ class MixtureDataset(Concatenation):
         mixture, sizes = self.mixture, [len(dataset) for dataset in self.datasets]
         weights = make_weights(mixture.weights, self.names, sizes, mixture.temperature)
         epoch = mixture.epoch or ("longest" if weights.is_constant else "total")
-        options = {"step_size": step_size, "multiple_of": multiple_of, "shuffle": shuffle}
+        options: Any = {"step_size": step_size, "multiple_of": multiple_of, "shuffle": shuffle}
         return MixtureSampler(sizes, weights, epoch=epoch, mix=mixture.mix, **options)
 
     def tagged(self) -> TaggedSamples:

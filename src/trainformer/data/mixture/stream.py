@@ -89,7 +89,7 @@ class MixtureStream:
         rule = self.mixture.epoch or ("longest" if self.weights.is_constant else "total")
         known = [size for size in self._sizes if size is not None]
         if isinstance(rule, int) or len(known) == len(self._sizes):
-            options = {"mix": self.mixture.mix, "step_size": self._step_size, "multiple_of": multiple_of}
+            options: Any = {"mix": self.mixture.mix, "step_size": self._step_size, "multiple_of": multiple_of}
             return len(MixtureSampler([size or 1 for size in self._sizes], self.weights, epoch=rule, **options)), ""
         if rule == "total" or not self.weights.is_constant:
             unknown = [name for name, size in zip(self.names, self._sizes, strict=True) if size is None]

@@ -60,7 +60,7 @@ def check_weights(weights: Any, names: Sequence[str], temperature: Any) -> Any:
         if len(weights) != len(names):
             raise BadArgument(expected(f"one weight for each of the {len(names)} sources", list(weights)))
         return _checked(dict(zip(names, map(float, weights), strict=True)), names)
-    return _checked_points(weights, names)
+    return _checked_points(list(weights), names)
 
 
 def _check_temperature(temperature: Any) -> None:

@@ -41,7 +41,8 @@ def mixture_source(
         if not provides(task, "prepare_dataset"):
             return sources
         if train and provides(task, "prepare_sources"):
-            return task.prepare_sources(sources)
+            of_task: Mapping[str, Any] = task.prepare_sources(sources)
+            return of_task
         prepared = {}
         for name, source in sources.items():
             with naming(name):

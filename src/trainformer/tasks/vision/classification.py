@@ -256,7 +256,7 @@ class ImageClassification(AdapterMixin, VisionTask):
 
     def _loss(self, logits: Tensor, labels: Tensor, mixed: Mixed | None, reduction: str = "sum") -> ClassLoss:
         if self.loss == "ce":
-            options = {"class_weights": self._weights_like(logits), "label_smoothing": self.label_smoothing}
+            options: Any = {"class_weights": self._weights_like(logits), "label_smoothing": self.label_smoothing}
             return cross_entropy(logits, labels, mixed, **options, reduction=reduction)
         return binary_cross_entropy(
             logits,
