@@ -7,7 +7,7 @@ import sys
 import pytest
 
 PUBLIC = {
-    "trainformer": "DatasetInfo Loss PipelineConfig PipelineContext Task TaskBase Trainer seed_everything",
+    "trainformer": "DatasetInfo Loss Mixture PipelineConfig PipelineContext Task TaskBase Trainer seed_everything",
     "trainformer.tasks": "CLIP CausalLM DPO DatasetInfo ImageClassification Loss MaskedLM MetricLearning SSL Seq2Seq "
     "Task TaskBase TextClassification TextEmbedding TokenClassification VLM find_task task_names",
     "trainformer.callbacks": "Callback CallbackList CollapseMonitor EMA EarlyStopping GradientMonitor ImageSamples "
