@@ -318,7 +318,7 @@ def test_numpy_batches_have_the_order_of_torch_batches_and_name_their_sources():
 
 def test_passes_and_weights_at_a_position():
     sampler = MixtureSampler([10, 30], weights_of([1, 1], [10, 30]), epoch="longest", step_size=6)
-    source = MixtureSource(DatasetSource(list(range(40)), 6), ["a", "b"], sampler_progress(sampler, 3))
+    source = MixtureSource(DatasetSource(A, 6), Mixture({"a": A, "b": B}), sampler_progress(sampler, 3))
     drawn = sampler.order(1, 3)[:24]
     wanted = {"passes/a": 3 + (drawn < 10).sum() / 10, "passes/b": 1 + (drawn >= 10).sum() / 30}
     assert source.metrics_at(1, 24) == pytest.approx(wanted)

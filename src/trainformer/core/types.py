@@ -65,11 +65,15 @@ class Origin(NamedTuple):
 
 
 class SampleSources(NamedTuple):
-    """Which source of a mixture each sample of a batch comes from: `numbers` index `names`."""
+    """Which source of a mixture each sample of a batch comes from: `numbers` index `names`.
+
+    `is_single` says that all samples of a batch come from one source, in every batch.
+    """
 
     names: tuple[str, ...]
     numbers: Any  # an integer array on the host
-    on_device: Any = None  # the same on the device of the model
+    is_single: bool = False
+    on_device: Any = None  # `numbers` on the device of the model
 
 
 class HostBatch(NamedTuple):

@@ -117,11 +117,11 @@ def _mixture_source(
     if isinstance(data, MixtureStream):
         data.begin(options["seed"], batch_size, shapes=collate is None, multiple_of=multiple, shuffle=shuffle)
         stream = NumpyStreamSource(data, batch_size, **options, lookahead=lookahead)
-        return MixtureSource(stream, data.names, data.progress)
+        return MixtureSource(stream, data.mixture, data.progress)
     data.check_forms(shapes=collate is None)
     sampler = data.sampler(step_size=batch_size, multiple_of=multiple, shuffle=shuffle)
     source = NumpySource(data.tagged(), batch_size, **options, sampler=sampler, skip_bad=skip_bad, threads=threads)
-    return MixtureSource(source, data.names, sampler_progress(sampler, options["seed"]))
+    return MixtureSource(source, data.mixture, sampler_progress(sampler, options["seed"]))
 
 
 def is_loader(data: Any) -> bool:

@@ -58,7 +58,7 @@ def mixture_sources(trainer: Any) -> Sources | None:
     mixture = trainer.dataset_train
     if not isinstance(mixture, Mixture) or not isinstance(trainer.dataloader_train, MixtureSource):
         return None
-    return Sources(mixture.names, mixture.mix == "batch")
+    return Sources(mixture.names, mixture.is_single)
 
 
 def keep_sources(source: Any, keep: bool) -> Any:

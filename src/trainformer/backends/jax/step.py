@@ -40,14 +40,14 @@ class Sources(NamedTuple):
     def losses(self, output: Any, sums: Mapping[str, Any], numbers: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
         """The loss of each source, as a metric. Without losses per sample only single sources have one."""
         rows = getattr(output, "per_sample", None)
-        if rows is None and not self.is_single and len(self.names) > 1:
+        if rows is None and not self.is_single:
             logger.warning(
                 "the losses of %s are not logged: a batch has samples of several sources. Return Loss(sum, weight, "
                 "per_sample=losses) with the loss of each sample, or pass mix='batch' to the Mixture.",
                 ", ".join(self.names),
             )
             return {}
-        if rows is None or self.is_single:
+        if self.is_single:
             rows, numbers = (sums["loss"][None], sums["weight"][None]), numbers[:1]
         else:
             valid = batch.get(VALID, jnp.ones(numbers.shape, bool))

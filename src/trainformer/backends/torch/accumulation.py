@@ -144,14 +144,9 @@ def source_entries(output: Any, size: int, sources: SampleSources) -> list[Entry
     """
     counts = np.bincount(sources.numbers, minlength=len(sources.names)).tolist()
     entries = [Entry(f"share/{name}", n, size, False) for name, n in zip(sources.names, counts, strict=True)]
-    single = next((name for name, n in zip(sources.names, counts, strict=True) if n == size), None)
     rows = getattr(output, "per_sample", None)
-    if single is not None and isinstance(output, Tensor):
-        entries.append(Entry(f"loss/{single}", output.detach(), size, True))
-    elif single is not None and isinstance(output, Mean) and output.value is not None:
-        entries.append(Entry(f"loss/{single}", output.value.detach(), _detached(output.weight), True))
-    elif single is not None and isinstance(output, (Loss, BackwardDone)):
-        entries.append(Entry(f"loss/{single}", output.sum.detach(), _detached(output.weight), False))
+    if sources.is_single:
+        entries += _whole_loss(f"loss/{sources.names[int(sources.numbers[0])]}", output, size)
     elif rows is not None:
         sums, weights = (_row_values(values, size) for values in (rows if isinstance(rows, tuple) else (rows, 1.0)))
         masks = sources.on_device == torch.arange(len(counts), device=sources.on_device.device)[:, None]
@@ -161,6 +156,15 @@ def source_entries(output: Any, size: int, sources: SampleSources) -> list[Entry
     else:
         _warn_about_sources(sources.names)
     return entries
+
+
+def _whole_loss(name: str, output: Any, size: int) -> list[Entry]:
+    """The loss of a micro-batch under another name."""
+    if isinstance(output, Tensor):
+        return [Entry(name, output.detach(), size, True)]
+    if isinstance(output, Mean):
+        return [] if output.value is None else [Entry(name, output.value.detach(), _detached(output.weight), True)]
+    return [Entry(name, output.sum.detach(), _detached(output.weight), False)]
 
 
 @cache
@@ -184,7 +188,7 @@ def _row_values(values: Any, size: int) -> Any:
 
 
 def _slice_sources(sources: SampleSources, low: int, high: int) -> SampleSources:
-    return SampleSources(sources.names, sources.numbers[low:high], sources.on_device[low:high])
+    return sources._replace(numbers=sources.numbers[low:high], on_device=sources.on_device[low:high])
 
 
 def _on(device: torch.device, value: Any) -> Tensor:

@@ -122,9 +122,10 @@ class MixtureSource(WrappedSource):
     `source` gives batches of `TaggedCollate`. `keeps_column` leaves the numbers of the sources in NumPy batches.
     """
 
-    def __init__(self, source: DataSource, names: Sequence[str], progress: Progress) -> None:
+    def __init__(self, source: DataSource, mixture: Mixture, progress: Progress) -> None:
         super().__init__(source)
-        self.names = tuple(names)
+        self.names = mixture.names
+        self.is_single = mixture.is_single
         self.keeps_column = False
         self._progress = progress
 
@@ -136,7 +137,7 @@ class MixtureSource(WrappedSource):
                 numbers, data = made.data[SOURCE][: max(1, made.size)], made.data
                 if not self.keeps_column:
                     data = {name: value for name, value in data.items() if name != SOURCE}
-            yield made._replace(data=data, sources=SampleSources(self.names, numbers))
+            yield made._replace(data=data, sources=SampleSources(self.names, numbers, self.is_single))
 
     def metrics_at(self, epoch: int, position: int) -> dict[str, float]:
         """Passes over each source so far, where its size is known, and weights if they change."""

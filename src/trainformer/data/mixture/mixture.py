@@ -84,6 +84,11 @@ class Mixture:
             return f"Mixture({', '.join(f'{name}={weight:g}' for name, weight in self.weights.items())})"
         return f"Mixture({', '.join(self.names)}, weights={describe_weights(self.weights)!r})"
 
+    @property
+    def is_single(self) -> bool:
+        """Whether every batch comes from one source."""
+        return self.mix == "batch" or len(self.names) == 1
+
     def describe(self) -> dict[str, Any]:
         """The arguments besides the data, as JSON."""
         settings = {"weights": describe_weights(self.weights), "temperature": self.temperature}

@@ -62,7 +62,7 @@ def mixture_source(
     tagged = None if collate is None else TaggedCollate(collate)
     given: Any = {"sampler": sampler, "drop_last": options.drop_last, "collate": tagged}
     source = DatasetSource(data.tagged(), size, **given, **options.reading())
-    return MixtureSource(source, data.names, sampler_progress(sampler, options.seed))
+    return MixtureSource(source, data.mixture, sampler_progress(sampler, options.seed))
 
 
 def _stream_source(data: MixtureStream, options: LoadOptions, collate: Any) -> DataSource:
@@ -75,4 +75,4 @@ def _stream_source(data: MixtureStream, options: LoadOptions, collate: Any) -> D
     given: Any = {"collate": None if collate is None else TaggedCollate(collate), "drop_last": drop_last}
     stream: Any = data
     source = stream_source(stream, size, seed=options.seed, num_workers=0, shard=options.shard, **given)
-    return MixtureSource(source, data.names, data.progress)
+    return MixtureSource(source, data.mixture, data.progress)
