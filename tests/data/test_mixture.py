@@ -316,6 +316,12 @@ def test_numpy_batches_have_the_order_of_torch_batches_and_name_their_sources():
     assert "_source" not in next(source.batches(0)).data
 
 
+def test_large_tensors_are_read_without_a_copy(monkeypatch):
+    wanted = sequence(source_of(KINDS["datasets"]()))
+    monkeypatch.setattr("trainformer.data.loader._MOST_JOINED_BYTES", 0)
+    assert sequence(source_of(KINDS["datasets"]())) == wanted
+
+
 def test_passes_and_weights_at_a_position():
     sampler = MixtureSampler([10, 30], weights_of([1, 1], [10, 30]), epoch="longest", step_size=6)
     source = MixtureSource(DatasetSource(A, 6), Mixture({"a": A, "b": B}), sampler_progress(sampler, 3))
@@ -400,6 +406,7 @@ MISTAKES = {
         "'one stream under two names'",
     ),
     "workers": (lambda: source_of(KINDS["streams"](), workers=2), "num_workers=0 for a mixture with streams"),
+    "a huge epoch": (lambda: sampler_of([1e-6, 1], [1000, 10]), "at most 268,435,456 samples, received '1,000,0"),
     "an empty stream": (
         lambda: list(source_of(Mixture({"a": Numbers(0, 0)}, "equal", epoch=3)).batches(0)),
         "at least one sample in the source 'a'",

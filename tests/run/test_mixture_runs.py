@@ -4,7 +4,7 @@ import json
 import logging
 import random
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
@@ -121,6 +121,8 @@ def test_stopping_and_fitting_again_in_one_process_continues_a_stream(tmp_path):
     plain = trainer_of(mixture(Stream), run_dir=tmp_path / "plain").fit()
     trainer = trainer_of(mixture(Stream), run_dir=tmp_path / "run", callbacks=[stop := Stop()])
     trainer.check()
+    with run_of(trainer).sandbox() as probe:  # into the third epoch
+        assert sum(1 for _ in islice(probe.batches(), 30)) == 30
     trainer.task.seen = []
     trainer.fit()
     run_of(trainer).remove_callback(stop)
@@ -147,6 +149,25 @@ def test_a_mean_loss_is_attributed_only_where_a_batch_has_one_source(tmp_path, c
         (name,) = [name for name in record if "loss/" in name]
         assert record[name] == pytest.approx(record["train/loss"])
         assert record[f"train/share/{name.removeprefix('train/loss/')}"] == 1.0
+
+
+@pytest.mark.parametrize("kind", [source, Stream], ids=["datasets", "streams"])
+def test_unreadable_samples_are_skipped(tmp_path, kind, caplog):
+    class Broken(TensorDataset):
+        def __getitem__(self, index):
+            if index == 3:
+                raise OSError("damaged")
+            return super().__getitem__(index)
+
+    data = Mixture({"broken": Broken(*source(0, 7).tensors), "many": kind(1, 40)}, "equal", epoch=48)
+    trainer = trainer_of(data, run_dir=tmp_path / "run", bad_samples="skip").fit()
+    assert "sample 3" in caplog.text
+    assert "of the source 'broken' cannot be read and is skipped: OSError: damaged" in caplog.text or kind is Stream
+    numbers = [number for number, *_ in trainer.task.seen]
+    assert len(numbers) + trainer.state.bad_samples == 96
+    assert numbers.count(0) in (48 - trainer.state.bad_samples, 48)
+    with pytest.raises(OSError, match="damaged"):
+        trainer_of(data, run_dir=tmp_path / "raises").fit()
 
 
 def test_wrong_losses_per_sample_are_refused(tmp_path):

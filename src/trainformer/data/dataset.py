@@ -69,7 +69,9 @@ class Concatenation(IndexedDataset):
 
     def __init__(self, datasets: Sequence[Any]) -> None:
         self.datasets = list(datasets)
-        self._ends = np.cumsum([len(dataset) for dataset in self.datasets])
+        sizes = [len(dataset) for dataset in self.datasets]
+        self._ends = np.cumsum(sizes)
+        self._starts = self._ends - sizes
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -86,7 +88,7 @@ class Concatenation(IndexedDataset):
     def locate_all(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The same for many samples."""
         numbers = np.searchsorted(self._ends, indices, side="right")
-        return numbers, indices - np.concatenate([[0], self._ends])[numbers]
+        return numbers, indices - self._starts[numbers]
 
 
 class ArrayDataset(IndexedDataset):

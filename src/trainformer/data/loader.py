@@ -33,6 +33,7 @@ from trainformer.data.source import EpochOrder, MapStyleSource, announce_epoch
 
 logger = logging.getLogger("trainformer")
 
+_MOST_JOINED_BYTES = 1 << 28  # tensors of a mixture are copied into one up to this size, which is twice as fast
 _MAX_RESTARTS = 3  # of the worker processes, per epoch
 
 CountSamples = Callable[[Any], int]
@@ -141,11 +142,15 @@ def _rows_of_mixture(mixture: MixtureDataset) -> Callable[[np.ndarray], TaggedBa
     kinds = {None if part is None else tuple((t.dtype, t.device, t.shape[1:]) for t in part) for part in parts}
     if None in kinds or len(kinds) != 1:
         return None
+    tensors = [part for part in parts if part is not None]
+    if sum(tensor.nbytes for part in tensors for tensor in part) <= _MOST_JOINED_BYTES:
+        joined = [torch.cat(several) for several in zip(*tensors, strict=True)]
+        return lambda indices: TaggedBatch(mixture.locate_all(indices)[0], _select(joined, indices))
 
     def rows(indices: np.ndarray) -> TaggedBatch:
         numbers, places = mixture.locate_all(indices)
         by_source = np.argsort(numbers, kind="stable")
-        chosen = [_select(part, places[numbers == number]) for number, part in enumerate(parts) if part is not None]
+        chosen = [_select(part, places[numbers == number]) for number, part in enumerate(tensors)]
         back = np.argsort(by_source)
         return TaggedBatch(numbers, _select([torch.cat(tensors) for tensors in zip(*chosen, strict=True)], back))
 

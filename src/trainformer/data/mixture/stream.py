@@ -6,6 +6,7 @@ a length may be among them. Nothing is read ahead: the position is that of the l
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -24,6 +25,8 @@ from trainformer.data.sharding import is_sharded, unsharded
 
 if TYPE_CHECKING:
     from trainformer.data.mixture.mixture import Mixture
+
+logger = logging.getLogger("trainformer")
 
 _BLOCK = 1024  # positions whose sources are drawn together, in an epoch of unknown length
 _END = object()
@@ -66,12 +69,24 @@ class MixtureStream:
         """The same mixture with other forms of its sources, such as tokenised ones."""
         return MixtureStream(self.mixture, prepare(dict(zip(self.names, self.sources, strict=True))))
 
-    def begin(self, seed: int, step_size: int, *, shapes: bool, multiple_of: int = 1, shuffle: bool = True) -> None:
-        """Set the seed, and the number of samples of an optimizer step. `shapes`: nothing pads samples to one shape."""
+    def begin(
+        self,
+        seed: int,
+        step_size: int,
+        *,
+        shapes: bool,
+        multiple_of: int = 1,
+        shuffle: bool = True,
+        skip_bad: bool = False,
+    ) -> None:
+        """Set the seed, and the number of samples of an optimizer step. `shapes`: nothing pads samples to one shape.
+
+        `skip_bad` skips unreadable samples of datasets; streams decide that themselves.
+        """
         self._seed, self._step_size, self._shapes = seed, step_size, shapes
         for number, source in enumerate(self.sources):
             if not is_stream(source):
-                source = DatasetPasses(source, seed, number, shuffle)
+                source = DatasetPasses(source, seed, number, shuffle, skip_bad)
             elif is_sharded(source := unsharded(source)):
                 do = "Leave out split_dataset_by_node: the ranks share every batch."
                 raise BadArgument(expected(f"the whole data as {self.names[number]!r}", "a part for each rank", do))
@@ -260,9 +275,9 @@ class DatasetPasses:
     ['a', 'b', 'c']
     """
 
-    def __init__(self, dataset: Any, seed: int, number: int, shuffle: bool = True) -> None:
+    def __init__(self, dataset: Any, seed: int, number: int, shuffle: bool = True, skip_bad: bool = False) -> None:
         self.dataset = dataset
-        self.seed, self.number, self.shuffle = seed, number, shuffle
+        self.seed, self.number, self.shuffle, self.skip_bad = seed, number, shuffle, skip_bad
         self.epoch = self._position = 0
         self._restored = False
 
@@ -281,10 +296,19 @@ class DatasetPasses:
         order = pass_samples(size, self.seed, self.number, self.epoch * size, size, self.shuffle)
         while self._position < size:
             index = int(order[self._position])
+            self._position += 1
             with preserved_generators():
                 seed_generators(sample_key(sample_key(self.seed, self.number, 0), self.epoch, index))
-                sample = self.dataset[index]
-            self._position += 1
+                try:
+                    sample = self.dataset[index]
+                except Exception as error:
+                    if not self.skip_bad:
+                        error.add_note(f"(while reading sample {index} of {type(self.dataset).__name__})")
+                        raise
+                    logger.warning(
+                        "sample %d cannot be read and is skipped: %s: %s", index, type(error).__name__, error
+                    )
+                    continue
             yield sample
 
     def state_dict(self) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def _stream_source(data: MixtureStream, options: LoadOptions, collate: Any) -> D
         raise BadArgument(expected("num_workers=0 for a mixture with streams", options.num_workers, do))
     size, drop_last = options.batch_size, options.drop_last
     step_size, multiple = size * options.accumulation, size if drop_last else 1
-    data.begin(options.seed, step_size, shapes=collate is None, multiple_of=multiple)
+    data.begin(options.seed, step_size, shapes=collate is None, multiple_of=multiple, skip_bad=options.skip_bad)
     given: Any = {"collate": None if collate is None else TaggedCollate(collate), "drop_last": drop_last}
     stream: Any = data
     source = stream_source(stream, size, seed=options.seed, num_workers=0, shard=options.shard, **given)

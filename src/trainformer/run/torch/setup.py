@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,8 @@ from trainformer.run.torch.evaluation import Evaluation, Inference
 from trainformer.run.torch.settings import RunSettings
 from trainformer.tasks.base import provides
 from trainformer.utils.helpers import seed_everything
+
+logger = logging.getLogger("trainformer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +86,14 @@ def build_run(
         callbacks.add(EMA(decay=settings.ema))
     with process_group.main_first():  # rank 0 reads and fills caches, the others use them
         loaded = load_training_data(task, data, val_data, val_split, settings.seed)
-    if "sampler" in adapted and (not is_map_style(loaded.train) or isinstance(loaded.train, MixtureDataset)):
+    is_mixture = isinstance(loaded.train, MixtureDataset | MixtureStream)
+    if "sampler" in adapted and (is_mixture or not is_map_style(loaded.train)):
+        if is_mixture and settings.sampler != "length":
+            what = "the sampler %r of %s is not used: a mixture decides which samples are drawn"
+            logger.warning(what, settings.sampler, type(task).__name__)
         settings.sampler = None
         del adapted["sampler"]
-    if isinstance(loaded.train, MixtureDataset | MixtureStream) and hasattr(task, "per_sample_losses"):
+    if is_mixture and hasattr(task, "per_sample_losses"):
         task.per_sample_losses = True
     declared = _declared_arguments(task)
     configure_task(task, loaded)
