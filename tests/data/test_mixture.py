@@ -1,5 +1,6 @@
 """Mixtures: which sample of which source comes when, for any ranks, workers and steps; and what is refused."""
 
+import pickle
 from itertools import pairwise
 
 import numpy as np
@@ -314,6 +315,14 @@ def test_numpy_batches_have_the_order_of_torch_batches_and_name_their_sources():
     assert found == [row[:2] for row in sequence(source_of(KINDS["datasets"]()), epochs=1)]
     source.keeps_column = False
     assert "_source" not in next(source.batches(0)).data
+
+
+def test_worker_processes_get_the_data_alone():
+    mixture = Mixture(
+        {"a": list(tensors(0, 10)), "b": tensors(1, 33)}, lambda step: {"a": 1, "b": 1}, epoch=np.int64(20)
+    )
+    samples = pickle.loads(pickle.dumps(mixture.load(lambda data: data).tagged()))  # as if they were spawned
+    assert (len(samples), samples[12][0], samples[12][1][1].item()) == (43, 1, 2)
 
 
 def test_large_tensors_are_read_without_a_copy(monkeypatch):

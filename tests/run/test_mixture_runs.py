@@ -263,6 +263,8 @@ def test_check_reports_sources_that_repeat_often_or_never_come(tmp_path):
 
 def test_other_uses_of_a_mixture_are_refused(tmp_path):
     make = partial(trainer_of, run_dir=tmp_path)
+    with pytest.raises(BadArgument, match=r"a dict with 'a', 'b'\". To train on several of them, pass Mixture"):
+        make({"a": source(0, 9), "b": source(1, 9)})
     with pytest.raises(BadArgument, match="Expected no sampler, received 'balanced'"):
         make(mixture(), sampler="balanced")
     with pytest.raises(BadArgument, match="data to evaluate, received 'a Mixture'"):

@@ -25,7 +25,7 @@ from trainformer.core.errors import DataError
 from trainformer.core.types import HostBatch, Origin
 from trainformer.data.fetcher import Collate, Fetched, Fetcher, Rows, is_in_memory, tensors_of, unwrap_subsets
 from trainformer.data.hub import has_state
-from trainformer.data.mixture.dataset import MixtureDataset, TaggedBatch, TaggedCollate, TaggedSamples, plain_integers
+from trainformer.data.mixture.dataset import TaggedBatch, TaggedCollate, TaggedSamples, plain_integers
 from trainformer.data.mixture.stream import MixtureStream
 from trainformer.data.order import preserved_generators, sample_key, seed_generators
 from trainformer.data.sharding import WHOLE, Shard, batch_length, is_sharded, unsharded
@@ -67,7 +67,7 @@ class DatasetSource(MapStyleSource):
         tensors = tensors_of(unwrap_subsets(dataset)[0]) if collate is None else None
         rows: Rows | None = None if tensors is None else partial(_select, tensors)
         if isinstance(dataset, TaggedSamples) and collate is None:
-            rows = _rows_of_mixture(dataset.dataset)
+            rows = _rows_of_mixture(dataset)
             collate = TaggedCollate(_collate_mixed)
         fetch = Fetcher(dataset, collate or default_collate, seed, skip_bad, rows)
         super().__init__(dataset, batch_size, fetch, shuffle=shuffle, sampler=sampler, drop_last=drop_last, shard=shard)
@@ -136,7 +136,7 @@ def _collate_mixed(samples: list[Any]) -> Any:
     return default_collate([plain_integers(sample) for sample in samples])
 
 
-def _rows_of_mixture(mixture: MixtureDataset) -> Callable[[np.ndarray], TaggedBatch] | None:
+def _rows_of_mixture(mixture: TaggedSamples) -> Callable[[np.ndarray], TaggedBatch] | None:
     """Reads batches of a mixture of tensors without reading single samples; None for other data."""
     parts = [tensors_of(dataset) for dataset in mixture.datasets]
     kinds = {None if part is None else tuple((t.dtype, t.device, t.shape[1:]) for t in part) for part in parts}

@@ -55,8 +55,8 @@ class Sources(NamedTuple):
             rows = tuple(jnp.where(valid, jnp.asarray(values, jnp.float32), 0.0) for values in pair)
         found = {}
         for number, name in enumerate(self.names):
-            pair = [jnp.sum(jnp.where(numbers == number, values, 0.0)) for values in rows]
-            found[f"loss/{name}"] = (jax.lax.stop_gradient(pair[0]), jax.lax.stop_gradient(pair[1]))
+            total, weight = (jnp.sum(jnp.where(numbers == number, values, 0.0)) for values in rows)
+            found[f"loss/{name}"] = (jax.lax.stop_gradient(total), jax.lax.stop_gradient(weight))
         return found
 
 

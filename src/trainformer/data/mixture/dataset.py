@@ -54,7 +54,7 @@ class MixtureDataset(Concatenation):
 
     def tagged(self) -> TaggedSamples:
         """Samples with the number of their source."""
-        return TaggedSamples(self)
+        return TaggedSamples(self.datasets, self.names)
 
     def check_forms(self, shapes: bool) -> None:
         """Raise if the samples of two sources could not be in one batch; `shapes`: nothing pads them to one shape."""
@@ -65,32 +65,30 @@ class MixtureDataset(Concatenation):
         same_forms(forms)
 
 
-class TaggedSamples:
-    """The samples of a `MixtureDataset` as (number of the source, sample)."""
+class TaggedSamples(Concatenation):
+    """Samples of several sources as (number of the source, sample): what worker processes get of a mixture."""
 
-    def __init__(self, dataset: MixtureDataset) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
+    def __init__(self, datasets: Sequence[Any], names: Sequence[str]) -> None:
+        super().__init__(datasets)
+        self.names = tuple(names)
 
     @property
     def in_memory(self) -> bool:
         """Whether worker processes would not pay off."""
-        return all(map(is_in_memory, self.dataset.datasets))
+        return all(map(is_in_memory, self.datasets))
 
     def __getitem__(self, index: int) -> tuple[int, Any]:
-        source, place = self.dataset.locate(index)
+        source, place = self.locate(index)
         try:
-            return source, self.dataset.datasets[source][place]
+            return source, self.datasets[source][place]
         except Exception as error:
             error.add_note(f"({self.name_of(index)})")
             raise
 
     def name_of(self, index: int) -> str:
         """What messages call a sample."""
-        source, place = self.dataset.locate(index)
-        return f"sample {place} of the source {self.dataset.names[source]!r}"
+        source, place = self.locate(index)
+        return f"sample {place} of the source {self.names[source]!r}"
 
 
 class TaggedCollate:
@@ -155,12 +153,13 @@ class MixtureSource(WrappedSource):
     @contextmanager
     def preserved_position(self) -> Iterator[None]:
         """Afterwards the next epoch starts as if nothing had been read. Only streams have a position of their own."""
-        state = self.source.state_dict() if hasattr(self.source, "state_dict") else None
+        source: Any = self.source
+        state = source.state_dict() if hasattr(source, "state_dict") else None
         try:
             yield
         finally:
             if state is not None:
-                self.source.load_state_dict(state)
+                source.load_state_dict(state)
 
     def drawn_by(self, step: int) -> dict[str, float]:
         """Passes over each source after so many optimizer steps, if that is known in advance."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from trainformer.core.errors import BadArgument, DataError, TrainformerError, check_choice, did_you_mean, expected
@@ -56,8 +57,9 @@ class Mixture:
         self.weights = check_weights(weights, self.names, temperature)
         self.temperature = temperature
         if epoch is not None and not isinstance(epoch, str):
-            if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 1:
+            if isinstance(epoch, bool) or not isinstance(epoch, Integral) or epoch < 1:
                 raise BadArgument(expected(f"epoch to be a number of samples or one of {', '.join(EPOCHS)}", epoch))
+            epoch = int(epoch)
         elif epoch is not None:
             check_choice("epoch", epoch, EPOCHS)
         self.epoch = epoch

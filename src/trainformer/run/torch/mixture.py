@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from trainformer.run.torch.data import LoadOptions
 
 
+def as_training_data(data: Any) -> Any:
+    """A mixture from a mapping of a config; several datasets without weights are refused."""
+    data = Mixture.from_mapping(data)
+    if type(data) is dict:
+        names = ", ".join(map(repr, list(data)[:4]))
+        do = "To train on several of them, pass Mixture({...}), with weights or without."
+        raise BadArgument(expected("one dataset to train on", f"a dict with {names}", do))
+    return data
+
+
 def load_mixture(
     mixture: Mixture, load: Callable[[Any], Any], is_loader: Callable[[Any], bool]
 ) -> MixtureDataset | MixtureStream:

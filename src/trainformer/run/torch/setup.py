@@ -23,7 +23,6 @@ from trainformer.core.types import DataSource
 from trainformer.data.labels import is_stream
 from trainformer.data.metadata import DatasetInfo
 from trainformer.data.mixture.dataset import MixtureDataset
-from trainformer.data.mixture.mixture import Mixture
 from trainformer.data.mixture.stream import MixtureStream
 from trainformer.distributed import Strategy, TorchProcessGroup, make_strategy
 from trainformer.distributed.process_group import Launch
@@ -32,6 +31,7 @@ from trainformer.run.settings import FrontOptions
 from trainformer.run.setup import RunParts, validate_settings
 from trainformer.run.torch.data import TrainingData, is_loader, load_options, load_training_data, make_source
 from trainformer.run.torch.evaluation import Evaluation, Inference
+from trainformer.run.torch.mixture import as_training_data
 from trainformer.run.torch.settings import RunSettings
 from trainformer.tasks.base import provides
 from trainformer.utils.helpers import seed_everything
@@ -75,7 +75,7 @@ def build_run(
 ) -> TorchParts:
     """Build the parts of a run. `passed` are the settings that the user named; they stay as they are."""
     validate_settings(settings)
-    data = Mixture.from_mapping(data)
+    data = as_training_data(data)
     strategy = make_strategy(settings.strategy)
     strategy.setup_environment(settings.device, settings.rank_timeout)
     process_group = strategy.process_group
