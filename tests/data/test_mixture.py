@@ -318,9 +318,8 @@ def test_numpy_batches_have_the_order_of_torch_batches_and_name_their_sources():
 
 
 def test_worker_processes_get_the_data_alone():
-    mixture = Mixture(
-        {"a": list(tensors(0, 10)), "b": tensors(1, 33)}, lambda step: {"a": 1, "b": 1}, epoch=np.int64(20)
-    )
+    sources = {"a": list(tensors(0, 10)), "b": tensors(1, 33)}
+    mixture = Mixture(sources, lambda step: {"a": 1, "b": 1}, epoch=np.int64(20))
     samples = pickle.loads(pickle.dumps(mixture.load(lambda data: data).tagged()))  # as if they were spawned
     assert (len(samples), samples[12][0], samples[12][1][1].item()) == (43, 1, 2)
 
