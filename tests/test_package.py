@@ -7,8 +7,8 @@ import sys
 import pytest
 
 PUBLIC = {
-    "trainformer": "DatasetInfo Loss OptimizerConfig PipelineConfig PipelineContext Task TaskBase Trainer log_metric "
-    "seed_everything",
+    "trainformer": "DatasetInfo Loss Mixture OptimizerConfig PipelineConfig PipelineContext Task TaskBase Trainer "
+    "log_metric seed_everything",
     "trainformer.tasks": "CLIP CausalLM DPO DatasetInfo ImageClassification Loss MaskedLM MetricLearning "
     "OptimizerConfig SSL Seq2Seq Task TaskBase TextClassification TextEmbedding TokenClassification VLM "
     "find_task task_names",

@@ -209,3 +209,19 @@ def test_the_same_command_resumes_after_sigterm_with_the_same_weights():
     assert steps == list(range(1, 49))
     assert same(last_weights("disturbed"), last_weights("undisturbed"))
     assert Path("runs/disturbed/recipe.yaml").read_bytes() == before
+
+
+def test_a_mixture_of_data_is_trained_and_resumed(capsys):
+    line = "train --task=cli_toys:Fit --data.sources.small='8' --data.sources.large='40' --data.weights.small=1"
+    line += " --data.weights.large=3 --epochs=1 --batch-size=4 --log=none"
+    assert app.main([*line.split(), "--name=mixed"]) == 0
+    assert app.main(["resume", "runs/mixed", "--epochs=2", "--trust=cli_toys"]) == 0
+    (*_, last) = read_jsonl(Path("runs/mixed/metrics.jsonl"))
+    assert (last["train/passes/large"], last["train/epoch"]) == (pytest.approx(2, abs=0.06), 2.0)
+    assert json.loads(Path("runs/mixed/config.json").read_text())["mixture"]["value"]["weights"] == {
+        "small": 1.0,
+        "large": 3.0,
+    }
+    capsys.readouterr()
+    assert app.main([*line.replace("weights.large", "weights.lage").split(), "--name=other"]) != 0
+    assert "Did you mean 'large'?" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from text_toys import chat_tokenizer, llama
 from toys import MeanTask, classes
-from trainformer import Trainer, log_metric
+from trainformer import Mixture, Trainer, log_metric
 from trainformer.adapters import LoRA
 from trainformer.backends.torch.state import gathered
 from trainformer.run import run_of
@@ -106,6 +106,20 @@ def run_llama(strategy: Any, adapter: LoRA | None = None, **options: Any) -> Tra
     )
 
 
+def run_mixture(strategy: Any, **options: Any) -> Trainer:
+    """Two sources of texts, the smaller one repeated, with weights that change; 22 samples in batches of 4."""
+    generator = torch.Generator().manual_seed(0)
+    sources: dict[str, list[dict[str, list[int]]]] = {}
+    for name, size, length in (("short", 5, 3), ("long", 14, 12)):
+        ids = torch.randint(5, 200, (size, length), generator=generator).tolist()
+        sources[name] = [{"input_ids": row, "labels": row} for row in ids]
+    changing = [(0, {"short": 1, "long": 2}), (6, {"short": 2, "long": 1})]
+    settings = {"epochs": 2, "batch_size": 4, "lr": 3e-3, "log_every": 1}
+    task = CausalLM(wide_llama(), tokenizer=chat_tokenizer())
+    data = Mixture(sources, changing, epoch=22)
+    return Trainer(task, data, strategy=strategy, **{**QUIET, **settings, **options})
+
+
 def wide_views(images: Tensor) -> list[Tensor]:
     """Two views in float64."""
     return ssl_toys.two_views(images.double())
@@ -120,7 +134,8 @@ def run_simclr(strategy: Any, **options: Any) -> Trainer:
     return Trainer(task, TensorDataset(images), strategy=strategy, **{**QUIET, **settings, **options})
 
 
-RUNS = {"mlp": run_mlp, "llama": run_llama, "simclr": run_simclr, "sets": run_sets}
+RUNS = {"mlp": run_mlp, "llama": run_llama, "mixture": run_mixture, "simclr": run_simclr, "sets": run_sets}
+_SOURCES = [f"train/{kind}/{name}" for kind in ("loss", "share", "passes", "weight") for name in ("short", "long")]
 
 
 def found(trainer: Trainer) -> dict[str, Tensor]:
@@ -131,7 +146,8 @@ def found(trainer: Trainer) -> dict[str, Tensor]:
         for name in ("", "clean/", "small/")
         for metric in ("loss", "logged", "pair", "rows", "ordered")
     ]
-    names = ("train/loss", "train/lr", "train/grad_norm", "train/positive", *(f"val/{name}" for name in measured))
+    own = ("train/loss", "train/lr", "train/grad_norm", "train/positive", *_SOURCES)
+    names = (*own, *(f"val/{name}" for name in measured))
     values = {name: [record[name] for record in history if name in record] for name in names}
     state = run_of(trainer).backend.strategy.unsharded_model().state_dict()
     tensors = {name: torch.tensor(series, dtype=torch.float64) for name, series in values.items() if series}

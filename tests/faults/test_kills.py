@@ -26,6 +26,7 @@ CASES = {
 }
 
 OTHERS = {
+    "mixture": Case(data="mixture", max_steps=30),
     "hf": HF(),
     "LoRA with packing": PackedLoRA(),
     "WGAN": SeveralOptimizers(),

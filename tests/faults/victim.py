@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset
 
 from file_operations import Watch, block, block_in_save, mark
-from trainformer import Trainer
+from trainformer import Loss, Mixture, Trainer
 from trainformer.callbacks import EMA, EarlyStopping
 from trainformer.checkpointing import store
 from trainformer.data import MappedStream, WebDataset
@@ -41,7 +41,7 @@ class Case:
     """One command. The same case always means the same training, whatever faults are injected."""
 
     run_dir: str | None = "run"  # None: unnamed; the library chooses a folder in runs/
-    data: str = "map"  # or "stream", or "tar": WebDataset shards
+    data: str = "map"  # or "stream", or "tar": WebDataset shards, or "mixture": a dataset and a stream
     workers: int = 0
     save_async: bool = False
     epochs: int = 4
@@ -74,7 +74,7 @@ class Case:
         """What differs between two finished runs."""
         from harness import differences
 
-        return differences(reference, other, retention)
+        return differences(reference, other, retention, samples=None if self.data == "mixture" else SAMPLES)
 
 
 class Augmented(Dataset):
@@ -131,9 +131,15 @@ def with_noise(image):
     return x + 0.1 * torch.randn(3, 1, 2) + 0.1 * float(np.random.rand()) + 0.1 * random.random()
 
 
+def mixture():
+    """A dataset that repeats and a stream without a state, with weights that change."""
+    weights = [(0, {"repeated": 0.3, "stream": 0.7}), (12, {"repeated": 0.8, "stream": 0.2})]
+    return Mixture({"repeated": Augmented(size=15), "stream": Stream()}, weights, epoch=SAMPLES)
+
+
 def training_data(kind):
     """The samples of a case."""
-    return {"map": Augmented, "stream": Stream, "tar": tar_shards}[kind]()
+    return {"map": Augmented, "stream": Stream, "tar": tar_shards, "mixture": mixture}[kind]()
 
 
 class Task:
@@ -156,6 +162,9 @@ class Task:
         self.micro_batches += 1
         if self.case.block_in_step is not None and self.micro_batches == 3 * self.case.block_in_step - 1:
             block("in_step", until="release")
+        if self.case.data == "mixture":
+            losses = F.cross_entropy(self.model(x), y, reduction="none")
+            return Loss(losses.sum(), len(losses), per_sample=losses)
         return F.cross_entropy(self.model(x), y)
 
     def eval_step(self, batch):

@@ -86,6 +86,11 @@ class Option:
         """Whether single keys can be set: `--model-kwargs.depth=2`."""
         return any(_origin(member) in _MAPPINGS for member in self.members)
 
+    @property
+    def takes_keys(self) -> bool:
+        """Whether single keys can be set: in mappings, and in the parts of a mixture (`--data.weights.code=0.3`)."""
+        return self.is_mapping or self.key in ("trainer.data", "trainer.val_data")
+
     def with_brackets(self, text: str) -> str:
         """The text of a list with its brackets, which may be left out where it can be nothing else."""
         is_list = any(_origin(member) in _LISTS for member in self.members) and str not in self.members

@@ -50,7 +50,7 @@ _WHAT = "what to train"
 _METAVARS = {"int": "N", "float": "X", "[": "LIST", "{": "MAPPING", "Any": "VALUE", "str": "TEXT", "object": "OBJECT"}
 # The docstrings of these describe the Python arguments.
 _HELP = {
-    "data": "training data: a path or name that the task can load",
+    "data": "training data: a path or name that the task can load; of a mixture: --data.sources.NAME=PATH",
     "val_data": "validation data, likewise; several sets with names: --val clean=DATA --val shifted=DATA",
     "val_split": "fraction or number of training samples to hold out for validation instead",
     "callbacks": "such as EarlyStopping or 'EarlyStopping(patience=3), EMA'; `trainformer tasks` lists them",
@@ -247,7 +247,7 @@ class OptionTable:
                 owners = " and ".join(f"the {role}" for role in roles)
                 raise BadArgument(f"{word.typed} is an option of {owners}. Write {spellings}.")
             option, key = self.find(name), word.name[len(name) + 1 :]
-            if option is not None and (not key or option.is_mapping):
+            if option is not None and (not key or option.takes_keys):
                 text = "true" if word.text is None and option.is_switch else word.text
                 if text is None:
                     raise BadArgument(f"Expected {word.typed} to be {option.type_text}, received nothing.")

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 
-class Loss(NamedTuple):
+class _SumAndWeight(NamedTuple):
+    sum: Any
+    weight: Any
+    metrics: Mapping[str, Any] | None = None
+
+
+class Loss(_SumAndWeight):
     """What `train_step` may return instead of a mean: a sum, and the weight to divide it by.
 
     The engine divides the sum over all micro-batches and ranks once by the total weight, so the result does not depend
@@ -16,13 +22,20 @@ class Loss(NamedTuple):
     scalar tensor (supervised tokens, valid pixels, samples). `metrics` are further values to log, each a scalar
     (averaged over samples) or a ``(sum, weight)`` pair.
 
+    `per_sample` is a pair of tensors with the loss sum and the weight of each sample, or only the losses if every
+    sample has the weight 1. With it, training on a `Mixture` logs the loss of each source. It needs no gradient, and
+    is no item of the tuple.
+
     >>> Loss(sum=12.0, weight=4)
     Loss(sum=12.0, weight=4, metrics=None)
     """
 
-    sum: Any
-    weight: Any
-    metrics: Mapping[str, Any] | None = None
+    per_sample: Any = None
+
+    def __new__(cls, sum: Any, weight: Any, metrics: Mapping[str, Any] | None = None, per_sample: Any = None) -> Loss:
+        self = super().__new__(cls, sum, weight, metrics)
+        self.per_sample = per_sample
+        return self
 
 
 class Mean(NamedTuple):
@@ -84,12 +97,25 @@ class Origin(NamedTuple):
     samples: Any  # an integer array, one per sample
 
 
+class SampleSources(NamedTuple):
+    """Which source of a mixture each sample of a batch comes from: `numbers` index `names`.
+
+    `is_single` says that all samples of a batch come from one source, in every batch.
+    """
+
+    names: tuple[str, ...]
+    numbers: Any  # an integer array on the host
+    is_single: bool = False
+    on_device: Any = None  # `numbers` on the device of the model
+
+
 class HostBatch(NamedTuple):
     """A batch from the loader, with its number of samples, and of samples that could not be read (`bad`).
 
     When ranks share a global batch, `size` is the part of this rank: 0 if its data is only padding, so that the rank
     can take part in collectives. `global_size` is the global batch size, None if each rank knows only its own.
-    `consumed` is how far the batch advances in the order of the epoch, None if by its own size.
+    `consumed` is how far the batch advances in the order of the epoch, None if by its own size. `sources` is set for
+    batches of a mixture.
     """
 
     data: Any
@@ -98,6 +124,7 @@ class HostBatch(NamedTuple):
     origin: Origin | None = None
     global_size: int | None = None
     consumed: int | None = None
+    sources: SampleSources | None = None
 
 
 @runtime_checkable
@@ -131,6 +158,7 @@ class DeviceBatch(NamedTuple):
     more: bool = False
     global_size: int | None = None
     consumed: int | None = None
+    sources: SampleSources | None = None
 
 
 class Entry(NamedTuple):

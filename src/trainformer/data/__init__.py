@@ -12,6 +12,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.data.image": ["ImageDataset", "load_images"],
         "trainformer.data.lists": ["ImageList"],
         "trainformer.data.loader": ["DatasetSource", "LoaderSource"],
+        "trainformer.data.mixture.mixture": ["Mixture"],
         "trainformer.data.multimodal": ["ImageTextDataset"],
         "trainformer.data.numpy_loader": ["NumpySource", "numpy_source"],
         "trainformer.data.order": ["sample_rng"],

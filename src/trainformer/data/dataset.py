@@ -60,6 +60,37 @@ class Subset(IndexedDataset):
         return self.dataset[self.indices[index]]
 
 
+class Concatenation(IndexedDataset):
+    """Several datasets one after the other: torch's `ConcatDataset`, without torch.
+
+    >>> Concatenation(["ab", "cde"])[3]
+    'd'
+    """
+
+    def __init__(self, datasets: Sequence[Any]) -> None:
+        self.datasets = list(datasets)
+        sizes = [len(dataset) for dataset in self.datasets]
+        self._ends = np.cumsum(sizes)
+        self._starts = self._ends - sizes
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        number, place = self.locate(index)
+        return self.datasets[number][place]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """The number of the dataset that has a sample, and the index there."""
+        numbers, places = self.locate_all(np.asarray([normalize_index(index, len(self))]))
+        return int(numbers[0]), int(places[0])
+
+    def locate_all(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The same for many samples."""
+        numbers = np.searchsorted(self._ends, indices, side="right")
+        return numbers, indices - self._starts[numbers]
+
+
 class ArrayDataset(IndexedDataset):
     """Arrays of one length in memory: a dict (samples are dicts), a tuple (samples are tuples), or a single array.
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from trainformer.core.errors import DataError
-from trainformer.data.dataset import ArrayDataset, Subset
+from trainformer.data.dataset import ArrayDataset, Concatenation, Subset
 
 SUBSET = "torch.utils.data.dataset.Subset"
 CONCATENATION = "torch.utils.data.dataset.ConcatDataset"
@@ -58,7 +58,7 @@ def targets_of(dataset: Any) -> Targets:
         labels = None if whole.labels is None else whole.labels[indices]
         continuous = None if whole.continuous is None else whole.continuous[indices]
         return replace(whole, labels=labels, continuous=continuous)
-    if is_instance_of(dataset, CONCATENATION):
+    if is_concatenation(dataset):
         return _concatenate([targets_of(part) for part in dataset.datasets])
     labels, continuous, names = None, None, _class_names(dataset)
     if is_stream(dataset):
@@ -243,6 +243,11 @@ def qualified_name(kind: type) -> str:
 def is_subset(dataset: Any) -> bool:
     """Whether a dataset is a `Subset`, ours or torch's, or a subclass."""
     return isinstance(dataset, Subset) or is_instance_of(dataset, SUBSET)
+
+
+def is_concatenation(dataset: Any) -> bool:
+    """Whether a dataset is a `Concatenation`, or torch's `ConcatDataset`."""
+    return isinstance(dataset, Concatenation) or is_instance_of(dataset, CONCATENATION)
 
 
 def is_stream(dataset: Any) -> bool:

@@ -23,14 +23,17 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from trainformer.core.errors import DataError
 from trainformer.core.types import HostBatch, Origin
-from trainformer.data.fetcher import Collate, Fetched, Fetcher, is_in_memory, tensors_of, unwrap_subsets
+from trainformer.data.fetcher import Collate, Fetched, Fetcher, Rows, is_in_memory, tensors_of, unwrap_subsets
 from trainformer.data.hub import has_state
+from trainformer.data.mixture.dataset import TaggedBatch, TaggedCollate, TaggedSamples, plain_integers
+from trainformer.data.mixture.stream import MixtureStream
 from trainformer.data.order import preserved_generators, sample_key, seed_generators
 from trainformer.data.sharding import WHOLE, Shard, batch_length, is_sharded, unsharded
 from trainformer.data.source import EpochOrder, MapStyleSource, announce_epoch
 
 logger = logging.getLogger("trainformer")
 
+_MOST_JOINED_BYTES = 1 << 28  # tensors of a mixture are copied into one up to this size, which is twice as fast
 _MAX_RESTARTS = 3  # of the worker processes, per epoch
 
 CountSamples = Callable[[Any], int]
@@ -62,7 +65,10 @@ class DatasetSource(MapStyleSource):
         shard: Shard = WHOLE,
     ) -> None:
         tensors = tensors_of(unwrap_subsets(dataset)[0]) if collate is None else None
-        rows = None if tensors is None else partial(_select, tensors)
+        rows: Rows | None = None if tensors is None else partial(_select, tensors)
+        if isinstance(dataset, TaggedSamples) and collate is None:
+            rows = _rows_of_mixture(dataset)
+            collate = TaggedCollate(_collate_mixed)
         fetch = Fetcher(dataset, collate or default_collate, seed, skip_bad, rows)
         super().__init__(dataset, batch_size, fetch, shuffle=shuffle, sampler=sampler, drop_last=drop_last, shard=shard)
         self.num_workers = default_num_workers(dataset) if num_workers is None else num_workers
@@ -124,6 +130,31 @@ class DatasetSource(MapStyleSource):
 def _select(tensors: Sequence[torch.Tensor], indices: np.ndarray) -> tuple[torch.Tensor, ...]:
     index = torch.from_numpy(np.ascontiguousarray(indices))
     return tuple(tensor.index_select(0, index) for tensor in tensors)
+
+
+def _collate_mixed(samples: list[Any]) -> Any:
+    return default_collate([plain_integers(sample) for sample in samples])
+
+
+def _rows_of_mixture(mixture: TaggedSamples) -> Callable[[np.ndarray], TaggedBatch] | None:
+    """Reads batches of a mixture of tensors without reading single samples; None for other data."""
+    parts = [tensors_of(dataset) for dataset in mixture.datasets]
+    kinds = {None if part is None else tuple((t.dtype, t.device, t.shape[1:]) for t in part) for part in parts}
+    if None in kinds or len(kinds) != 1:
+        return None
+    tensors = [part for part in parts if part is not None]
+    if sum(tensor.nbytes for part in tensors for tensor in part) <= _MOST_JOINED_BYTES:
+        joined = [torch.cat(several) for several in zip(*tensors, strict=True)]
+        return lambda indices: TaggedBatch(mixture.locate_all(indices)[0], _select(joined, indices))
+
+    def rows(indices: np.ndarray) -> TaggedBatch:
+        numbers, places = mixture.locate_all(indices)
+        by_source = np.argsort(numbers, kind="stable")
+        chosen = [_select(part, places[numbers == number]) for number, part in enumerate(tensors)]
+        back = np.argsort(by_source)
+        return TaggedBatch(numbers, _select([torch.cat(tensors) for tensors in zip(*chosen, strict=True)], back))
+
+    return rows
 
 
 def _identity(fetched: Any) -> Any:
@@ -284,10 +315,14 @@ def stream_source(
     collate: Collate | None,
     num_workers: int,
     shard: Shard = WHOLE,
+    drop_last: bool = False,
 ) -> LoaderSource:
     """Batches of an iterable-style dataset. With worker processes, resuming reads the stream again."""
     if not shard.is_whole:
         dataset = unsharded(dataset)
-    loader = DataLoader(dataset, batch_size=batch_size, collate_fn=collate, num_workers=num_workers)
+    if isinstance(dataset, MixtureStream) and collate is None:
+        collate = TaggedCollate(_collate_mixed)
+    options: dict[str, Any] = {"collate_fn": collate, "num_workers": num_workers, "drop_last": drop_last}
+    loader = DataLoader(dataset, batch_size=batch_size, **options)
     kind = StatefulLoaderSource if has_state(dataset) and num_workers == 0 else LoaderSource
     return kind(loader, seed, shard=shard)

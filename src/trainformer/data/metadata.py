@@ -13,9 +13,9 @@ import numpy as np
 
 from trainformer.core.errors import DataError, TrainformerError, expected
 from trainformer.data.labels import (
-    CONCATENATION,
     HF_DATASET,
     concatenated,
+    is_concatenation,
     is_instance_of,
     is_stream,
     is_subset,
@@ -139,7 +139,7 @@ def _token_lengths(dataset: Any) -> np.ndarray | None:
     if is_subset(dataset):
         lengths = _token_lengths(dataset.dataset)
         return None if lengths is None else lengths[np.asarray(dataset.indices, dtype=np.int64)]
-    if is_instance_of(dataset, CONCATENATION):
+    if is_concatenation(dataset):
         return concatenated([_token_lengths(part) for part in dataset.datasets])
     if is_instance_of(dataset, HF_DATASET):
         return _list_lengths(dataset, "input_ids")

@@ -25,6 +25,8 @@ from trainformer.data.dataset import ArrayDataset, is_array
 from trainformer.data.fetcher import Collate, Fetched, Fetcher, unwrap_subsets
 from trainformer.data.hub import has_state, load_registered, select_split
 from trainformer.data.labels import is_instance_of, is_stream
+from trainformer.data.mixture.dataset import MixtureDataset, MixtureSource, TaggedCollate, sampler_progress
+from trainformer.data.mixture.stream import MixtureStream
 from trainformer.data.order import global_rng_state, preserved_generators, sample_key, seed_generators
 from trainformer.data.sharding import WHOLE, Shard, batch_length, is_sharded, map_batch, unsharded
 from trainformer.data.source import EpochOrder, MapStyleSource, announce_epoch
@@ -79,14 +81,18 @@ def numpy_source(
     threads: int = 0,
     lookahead: int = 0,
     batched: bool | None = None,
-) -> NumpySource | NumpyStreamSource:
-    """The source for anything `as_data` accepts. `batched` says whether an iterable yields batches instead of samples.
+) -> NumpySource | NumpyStreamSource | MixtureSource:
+    """The source for anything `as_data` accepts, or for a loaded mixture.
+
+    `batched` says whether an iterable yields batches instead of samples.
 
     By default a `DataLoader` of torch or grain yields batches, and everything else samples. `shuffle`, `skip_bad` and
     `threads` apply to data with a length, `lookahead` to streams and loaders.
     """
     data = as_data(data)
     options: Any = {"seed": seed, "collate": collate, "drop_last": drop_last, "pad_last": pad_last, "shard": shard}
+    if isinstance(data, MixtureDataset | MixtureStream):
+        return _mixture_source(data, batch_size, options, shuffle, skip_bad, threads, lookahead)
     batched = is_loader(data) if batched is None else batched
     if batched and (collate is not None or drop_last):
         given = "collate" if collate is not None else "drop_last"
@@ -94,6 +100,29 @@ def numpy_source(
     if batched or is_stream(data):
         return NumpyStreamSource(data, batch_size, batched=batched, **options, lookahead=lookahead)
     return NumpySource(data, batch_size, **options, shuffle=shuffle, skip_bad=skip_bad, threads=threads)
+
+
+def _mixture_source(
+    data: MixtureDataset | MixtureStream,
+    batch_size: int,
+    options: dict[str, Any],
+    shuffle: bool,
+    skip_bad: bool,
+    threads: int,
+    lookahead: int,
+) -> MixtureSource:
+    """Batches of a mixture, each of which holds an optimizer step."""
+    collate, multiple = options["collate"], batch_size if options["drop_last"] else 1
+    options = options | {"collate": TaggedCollate(collate or stack_samples, as_column=True)}
+    if isinstance(data, MixtureStream):
+        given: Any = {"multiple_of": multiple, "shuffle": shuffle, "skip_bad": skip_bad}
+        data.begin(options["seed"], batch_size, shapes=collate is None, **given)
+        stream = NumpyStreamSource(data, batch_size, **options, lookahead=lookahead)
+        return MixtureSource(stream, data.mixture, data.progress)
+    data.check_forms(shapes=collate is None)
+    sampler = data.sampler(step_size=batch_size, multiple_of=multiple, shuffle=shuffle)
+    source = NumpySource(data.tagged(), batch_size, **options, sampler=sampler, skip_bad=skip_bad, threads=threads)
+    return MixtureSource(source, data.mixture, sampler_progress(sampler, options["seed"]))
 
 
 def is_loader(data: Any) -> bool:
@@ -333,6 +362,7 @@ class NumpyStreamSource(IterableSource):
             if first is not None or batch:
                 yield from self._host_batches(epoch, batch, position, first)
                 return
+        announce_epoch(self.stream, epoch)  # again: the state was that of another epoch
         with preserved_generators():
             seed_generators(sample_key(self.seed, epoch, 0))
             self._iterator = self._open()

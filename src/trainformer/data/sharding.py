@@ -52,7 +52,8 @@ class Shard:
         data = slice_batch(batch.data, *((low, high) if high > low else (0, 1)), batch.size)
         bad = batch.bad if self.index == 0 else 0  # counts are summed over ranks
         origin = batch.origin and batch.origin._replace(samples=self.take(batch.origin.samples))
-        return HostBatch(data, high - low, bad, origin, batch.size, batch.size + batch.bad)
+        sources = batch.sources and batch.sources._replace(numbers=self.take(batch.sources.numbers))
+        return HostBatch(data, high - low, bad, origin, batch.size, batch.size + batch.bad, sources)
 
     def of_loaded(self, batch: HostBatch, is_sharded: bool) -> HostBatch:
         """This part of a batch that every rank has loaded, or (`is_sharded`) the batch of a rank with its own data."""

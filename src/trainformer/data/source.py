@@ -128,7 +128,8 @@ class MapStyleSource(ABC):
         for index, reason in bad:
             if index not in self._reported:
                 self._reported.add(index)
-                logger.warning("sample %d cannot be read and is skipped: %s", index, reason)
+                name_of = getattr(self.dataset, "name_of", "sample {}".format)
+                logger.warning("%s cannot be read and is skipped: %s", name_of(index), reason)
 
 
 def announce_epoch(loader: Any, epoch: int) -> None:
@@ -141,7 +142,7 @@ def announce_epoch(loader: Any, epoch: int) -> None:
 # -- sources over several ranks ----------------------------------------------------------------------------
 
 
-class _WrappedSource:
+class WrappedSource:
     """Passes everything but the batches on to another source, its `state_dict` included."""
 
     def __init__(self, source: DataSource) -> None:
@@ -157,7 +158,7 @@ class _WrappedSource:
         return self.source.batches_per_epoch
 
 
-class SlicedSource(_WrappedSource):
+class SlicedSource(WrappedSource):
     """A source that every rank reads in full; each takes its shard of every batch."""
 
     def __init__(self, source: DataSource, shard: Shard) -> None:
@@ -169,7 +170,7 @@ class SlicedSource(_WrappedSource):
             yield self.shard.of_loaded(whole, is_sharded=False)
 
 
-class DispatchedSource(_WrappedSource):
+class DispatchedSource(WrappedSource):
     """A source that only rank 0 reads: it scatters each batch to the other ranks."""
 
     def __init__(self, source: DataSource, process_group: TorchProcessGroup) -> None:

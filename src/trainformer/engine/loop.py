@@ -278,6 +278,8 @@ class Loop:
         rates = self._lr if isinstance(self._lr, Mapping) else {"lr": self._lr}
         metrics |= {f"train/{name}": float(lr) for name, lr in rates.items() if lr is not None}
         metrics["train/epoch"] = self._progress()
+        if (metrics_at := getattr(self.source, "metrics_at", None)) is not None:  # of a mixture
+            metrics |= {f"train/{name}": value for name, value in metrics_at(state.epoch, state.position).items()}
         if state.bad_samples:
             metrics["train/bad_samples"] = state.bad_samples
         metrics |= self._speed()

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, default_collate
 
 from trainformer.adapters.base import is_adapted, unwrap_model
+from trainformer.data.mixture.mixture import Mixture
 
 
 def collator_for(given: Callable[[list[Any]], Any] | None, processing_class: Any) -> Callable[[list[Any]], Any]:
@@ -80,6 +81,10 @@ class Stream(IterableDataset):
 
 def as_dataset(data: Any) -> Any:
     """A dataset as runs accept it. An iterable yields examples here, not batches."""
-    if data is None or isinstance(data, IterableDataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+    if (
+        data is None
+        or isinstance(data, IterableDataset | Mixture)
+        or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+    ):
         return data
     return Stream(data)

@@ -17,6 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from torch.utils.data import SequentialSampler as TorchSequentialSampler
 
 from trainformer.core.errors import BadArgument, expected
+from trainformer.data.mixture.dataset import MixtureDataset
+from trainformer.data.mixture.mixture import Mixture
+from trainformer.data.mixture.order import MixtureSampler
 from trainformer.distributed import TorchProcessGroup, make_strategy
 from trainformer.hf.base_trainer import BaseTrainer
 from trainformer.hf.collate import Collator, as_dataset, inner_model
@@ -113,6 +116,9 @@ class LoadingTrainer(BaseTrainer):
             name = {"Training": "train_dataset", "Evaluation": "eval_dataset"}.get(description, "test_dataset")
             raise BadArgument(f"Expected a {name}, received none. Pass it to the trainer.")
         args, data = self.args, as_dataset(dataset)
+        if isinstance(data, Mixture):
+            do = "The trainer reads it by itself: leave get_train_dataloader and the like as they are."
+            raise BadArgument(expected("a dataset to make a dataloader of", "a Mixture", do))
         options: dict[str, Any] = {}
         if args.dataloader_num_workers:
             options["prefetch_factor"] = args.dataloader_prefetch_factor
@@ -207,6 +213,15 @@ class LoadingTrainer(BaseTrainer):
             return len(dataloader.dataset)
         except (AttributeError, TypeError):
             return len(dataloader) * self._train_batch_size
+
+
+def mixture_sampler(mixture: Mixture, args: Any, replicas: int) -> MixtureSampler | None:
+    """What an epoch of a mixture draws, and so how long it is; None with streams."""
+    loaded, size = mixture.load(as_dataset), args.per_device_train_batch_size * replicas
+    if not isinstance(loaded, MixtureDataset):
+        return None
+    multiple = size if args.dataloader_drop_last else 1
+    return loaded.sampler(step_size=size * args.gradient_accumulation_steps, multiple_of=multiple)
 
 
 def is_stream(data: Any) -> bool:

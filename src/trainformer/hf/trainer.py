@@ -22,6 +22,7 @@ from trainformer.callbacks.compat.huggingface import from_hf_name, training_summ
 from trainformer.callbacks.compat.huggingface_types import TrainerControl, TrainerState
 from trainformer.checkpointing import CheckpointStore, StateComponent
 from trainformer.core.errors import BadArgument, expected
+from trainformer.data.mixture.mixture import Mixture
 from trainformer.distributed import TorchProcessGroup
 from trainformer.engine.state import append_record
 from trainformer.hf.callbacks import InfoCallback, PrinterCallback, ProgressCallback
@@ -29,7 +30,7 @@ from trainformer.hf.checkpoint_manager import TrainerCheckpoints
 from trainformer.hf.checkpoints import find_checkpoint
 from trainformer.hf.collate import as_dataset, collator_for
 from trainformer.hf.compat import check_overrides
-from trainformer.hf.dataloaders import is_stream
+from trainformer.hf.dataloaders import is_stream, mixture_sampler
 from trainformer.hf.evaluation import EvaluatingTrainer
 from trainformer.hf.features import MemoryMetrics, callbacks_of, prepare_model, set_log_level, training_features
 from trainformer.hf.forgather import check_environment, combined_callbacks, factories, takes_outputs
@@ -228,8 +229,8 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
         if self._evaluates_only:
             train = None
         settings = settings_of(self.args, self._batches_of(train), self._resume, strategy, replicas)
-        if train is None or is_loader(train) or is_stream(train):
-            settings.sampler = None  # loaders and streams define their own order
+        if train is None or is_loader(train) or is_stream(train) or isinstance(train, Mixture):
+            settings.sampler = None  # loaders, streams and mixtures define their own order
         if train is None:
             settings.scheduler = None  # needs the number of steps
             if not any(p.requires_grad for p in model.parameters()):
@@ -337,6 +338,8 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
     # -- data and optimizer --------------------------------------------------------------------------------
 
     def _batches_of(self, data: Any) -> int | None:
+        if isinstance(data, Mixture):
+            data = mixture_sampler(data, self.args, self._num_replicas())
         if data is None or not hasattr(data, "__len__"):
             return None
         if is_loader(data):

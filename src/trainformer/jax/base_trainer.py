@@ -27,6 +27,7 @@ from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.progress import ProgressBar
 from trainformer.core.errors import BadArgument, expected
 from trainformer.data.collate import stack_samples
+from trainformer.data.mixture.mixture import Mixture
 from trainformer.data.numpy_loader import numpy_source
 from trainformer.engine import Event
 from trainformer.jax.aliases import refuse_unknown_keywords, settings_passed
@@ -50,7 +51,10 @@ from trainformer.jax.validation import (
     collect,
     collect_function,
     evaluation_sources,
+    keep_sources,
+    mixture_sources,
     monitored_metric,
+    prepared,
     state_on_mesh,
     warn_unused_optimizer_arguments,
 )
@@ -112,7 +116,8 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
         if not isinstance(arguments, TrainingArguments):
             raise BadArgument(expected("arguments to be TrainingArguments", type(arguments).__name__))
         self.arguments = arguments
-        self.dataset_train = _one_of("dataset_train", dataset_train, "train_dataset", train_dataset)
+        given = _one_of("dataset_train", dataset_train, "train_dataset", train_dataset)
+        self.dataset_train = Mixture.from_mapping(given)
         self.dataset_eval = _one_of("dataset_eval", dataset_eval, "eval_dataset", eval_dataset)
         self.data_collator = data_collator
         initialize_distributed()  # before anything uses the devices
@@ -161,6 +166,7 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
         pairs = [(train, functions.train_step_fn), *((val, functions.eval_step_fn) for val in vals.values())]
         for source, function in pairs:
             source = source.source if isinstance(source, FirstBatches) else source
+            source = keep_sources(source, isinstance(function, JittedStep))
             if hasattr(source, "pad_last") and not getattr(source, "drop_last", False):
                 source.pad_last = isinstance(function, JittedStep) and not isinstance(function, DynamicBatchStep)
         backend = JaxBackend(
@@ -258,7 +264,7 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
             if dataset is None:
                 return None
             return numpy_source(
-                self.prepare_dataset(dataset, train),
+                prepared(self, dataset, train),
                 sizes.total if train else sizes.evaluation,
                 shuffle=train and arguments.shuffle,
                 seed=arguments.seed
@@ -341,6 +347,7 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
         arguments, state = self.arguments, self._state if self._state is not None else self.model_state
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
         has_own_remat = hasattr(type(state.model), "configure")  # of single layers
+        sources = mixture_sources(self)
 
         def train(accumulation: int) -> Callable[..., Any]:
             step = make_train_step(
@@ -348,6 +355,7 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
                 accumulation=accumulation,
                 compute_dtype=self.dtype,
                 clip=arguments.max_grad_norm or None,
+                sources=sources,
                 remat=None if has_own_remat else arguments.gradient_checkpointing,
             )
             return pack_metrics(step)

@@ -212,7 +212,7 @@ class DPOTrainer(TextTrainer):
         valid = batch[VALID].astype(jnp.float32) if VALID in batch else jnp.ones_like(losses)
         weight = jnp.sum(valid)
         metrics = {name: (jnp.sum(each * valid), weight) for name, each in values.items()}
-        return Loss(jnp.sum(losses * valid), weight, metrics)
+        return Loss(jnp.sum(losses * valid), weight, metrics, (losses * valid, valid))
 
     def _pair_sums(self, model: Any, batch: Mapping[str, Any], key: Any = None) -> tuple[jax.Array, jax.Array]:
         """Log probabilities and token counts of the answers, both (pairs, 2), from one forward pass."""

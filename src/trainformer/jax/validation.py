@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -14,10 +15,13 @@ from jax.sharding import Mesh, NamedSharding
 from trainformer.backends.jax.precision import cast_floating, resolve_dtype
 from trainformer.backends.jax.sharding import copy_to_mesh, state_shardings
 from trainformer.backends.jax.state import TrainState
+from trainformer.backends.jax.step import Sources
 from trainformer.core.errors import BadArgument, expected
 from trainformer.data.collate import stack_samples
 from trainformer.data.dataset import is_array
-from trainformer.data.numpy_loader import numpy_source
+from trainformer.data.mixture.dataset import MixtureSource
+from trainformer.data.mixture.mixture import Mixture
+from trainformer.data.numpy_loader import as_data, numpy_source
 from trainformer.data.sharding import Shard
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.limits import FirstBatches
@@ -73,6 +77,36 @@ def monitored_metric(metric: str, names: Collection[str], was_chosen: bool) -> s
         check_monitor(metric, "metric_for_best_model", names)
         return metric
     return default_monitor(metric, names)
+
+
+def prepared(trainer: Any, dataset: Any, train: bool) -> Any:
+    """The data as the trainer prepares them; those of a mixture source by source."""
+    if not isinstance(dataset, Mixture):
+        return trainer.prepare_dataset(dataset, train)
+    if not train:
+        do = "A mixture says how to draw training data: evaluate on each source by itself."
+        raise BadArgument(expected("data to evaluate", "a Mixture", do))
+    steps = trainer.arguments.per_epoch_training_steps
+    if steps is not None and dataset.epoch is None:
+        dataset = copy.copy(dataset)
+        dataset.epoch = steps * trainer.batch_sizes.total
+    return dataset.load(lambda data: as_data(trainer.prepare_dataset(data, train)))
+
+
+def mixture_sources(trainer: Any) -> Sources | None:
+    """The sources whose losses a train step computes, if the training data are a mixture."""
+    mixture = trainer.dataset_train
+    if not isinstance(mixture, Mixture) or not isinstance(trainer.dataloader_train, MixtureSource):
+        return None
+    return Sources(mixture.names, mixture.is_single)
+
+
+def keep_sources(source: Any, keep: bool) -> Any:
+    """Keep the sources of samples in the batches of a mixture, or not. Returns the source of its batches."""
+    if not isinstance(source, MixtureSource):
+        return source
+    source.keeps_column = keep
+    return source.source
 
 
 def collect(samples: list[Any], columns: Collection[str], length: int | None, mode: str) -> Any:

@@ -198,7 +198,10 @@ def _chunk(logits: Tensor, labels: Tensor, head: Head, learn: bool) -> tuple[Ten
 
 
 class Summed(torch.autograd.Function):
-    """The sum of the losses; gradients are computed in the forward pass, nothing is recomputed."""
+    """The sum of the losses, the number of correct predictions, and the losses, of which only the sum has a gradient.
+
+    Gradients are computed in the forward pass; nothing is recomputed.
+    """
 
     @staticmethod
     def forward(
@@ -210,7 +213,7 @@ class Summed(torch.autograd.Function):
         valid: Tensor,
         head: Head,
         learn: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         # `needs_input_grad` is also true under `no_grad`: evaluation would compute gradients for nothing.
         needs = ctx.needs_input_grad[:3] if learn else (False, False, False)
         slopes = valid.to(torch.promote_types(head.dtype, torch.float32)) if any(needs) else None
@@ -218,12 +221,12 @@ class Summed(torch.autograd.Function):
         ctx.head = head
         ctx.found = found.gradients
         ctx.save_for_backward(hidden, weight, bias, labels, valid)
-        total, correct = torch.where(valid, found.losses, 0.0).sum(), (found.right & valid).sum()
-        ctx.mark_non_differentiable(correct)
-        return total, correct
+        losses, correct = torch.where(valid, found.losses, 0.0), (found.right & valid).sum()
+        ctx.mark_non_differentiable(correct, losses)
+        return losses.sum(), correct, losses
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, slope: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_order()
         hidden, weight, bias, labels, valid = ctx.saved_tensors
         found, ctx.found = ctx.found, None

@@ -35,7 +35,7 @@ class RowSums(NamedTuple):
     def total(self) -> Loss:
         """The loss over all sequences, with the token accuracy as a metric."""
         weight = jnp.sum(self.tokens)
-        return Loss(jnp.sum(self.loss), weight, {"accuracy": (jnp.sum(self.correct), weight)})
+        return Loss(jnp.sum(self.loss), weight, {"accuracy": (jnp.sum(self.correct), weight)}, (self.loss, self.tokens))
 
 
 def row_sums(

@@ -29,6 +29,17 @@ class TokenLoss(NamedTuple):
     correct: Tensor
 
 
+class SequenceTokenLoss(TokenLoss):
+    """A `TokenLoss` that also has the loss sum and the number of supervised tokens of each sequence, no gradient."""
+
+    per_sequence: tuple[Tensor, Tensor]
+
+    def __new__(cls, total: TokenLoss, per_sequence: tuple[Tensor, Tensor]) -> SequenceTokenLoss:
+        self = super().__new__(cls, *total)
+        self.per_sequence = per_sequence
+        return self
+
+
 class SequenceLogProbs(NamedTuple):
     """Per sequence: sum of the log probabilities of its supervised tokens (with gradient), and their number."""
 
@@ -44,12 +55,13 @@ def token_cross_entropy(
     ignore_index: int = -100,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
+    per_sequence: bool = False,
 ) -> TokenLoss:
     """Cross-entropy of logits (..., T, V) and labels (..., T), summed in float32 (float64 if the logits are).
 
     With `shift` the logits at a position predict the label at the next one, as in causal models. Labels equal to
     `ignore_index` are not supervised. `z_loss` is the weight of the squared log partition function, which keeps logits
-    from drifting (1e-4 in PaLM).
+    from drifting (1e-4 in PaLM). `per_sequence` also returns the losses of the sequences.
 
     >>> logits = torch.tensor([[[4.0, 0.0], [4.0, 0.0], [0.0, 4.0]]])
     >>> token_cross_entropy(logits, torch.tensor([[-100, 0, 1]]))
@@ -57,17 +69,25 @@ def token_cross_entropy(
     """
     check_options(z_loss=z_loss, label_smoothing=label_smoothing)
     _check_labels(("logits", logits), labels, ignore_index, vocabulary=logits.shape[-1] if logits.ndim else 0)
-    labels = _targets(labels, shift, ignore_index)
+    shape, labels = labels.shape, _targets(labels, shift, ignore_index)
     flat = logits.reshape(-1, logits.shape[-1])
     with no_autocast(logits):
         scores = upcast(flat)
-        total = F.cross_entropy(
-            scores, labels, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+        found = F.cross_entropy(
+            scores,
+            labels,
+            ignore_index=ignore_index,
+            reduction="none" if per_sequence else "sum",
+            label_smoothing=label_smoothing,
         )
         valid = labels != ignore_index
         if z_loss:
-            total = total + z_loss * torch.where(valid, scores.logsumexp(-1).square(), 0.0).sum()
-    return TokenLoss(total, valid.sum(), ((argmax_rows(flat.detach()) == labels) & valid).sum())
+            squares = torch.where(valid, scores.logsumexp(-1).square(), 0.0)
+            found = found + z_loss * (squares if per_sequence else squares.sum())
+    correct = ((argmax_rows(flat.detach()) == labels) & valid).sum()
+    if not per_sequence:
+        return TokenLoss(found, valid.sum(), correct)
+    return SequenceTokenLoss(TokenLoss(found.sum(), valid.sum(), correct), _by_sequence(found, valid, shape))
 
 
 def linear_cross_entropy(
@@ -83,6 +103,7 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
+    per_sequence: bool = False,
 ) -> TokenLoss:
     """`token_cross_entropy` of ``hidden @ weight.T + bias``, with the logits of `chunk_tokens` tokens at a time.
 
@@ -102,9 +123,18 @@ def linear_cross_entropy(
         hidden, weight, chunk_tokens, softcap=softcap, scale=logit_scale, z_loss=z_loss, smoothing=label_smoothing
     )
     _check_linear(hidden, weight, bias, labels, ignore_index)
-    rows = Rows.of(hidden, _targets(labels, shift, ignore_index), ignore_index)
-    total, correct = Summed.apply(rows.hidden, weight, bias, rows.labels, rows.valid, head, torch.is_grad_enabled())
-    return TokenLoss(total, rows.valid.sum(), correct)
+    targets = _targets(labels, shift, ignore_index)
+    rows = Rows.of(hidden, targets, ignore_index)
+    learn = torch.is_grad_enabled()
+    total, correct, losses = Summed.apply(rows.hidden, weight, bias, rows.labels, rows.valid, head, learn)
+    found = TokenLoss(total, rows.valid.sum(), correct)
+    if not per_sequence:
+        return found
+    return SequenceTokenLoss(found, _by_sequence(rows.spread(losses), targets != ignore_index, labels.shape))
+
+
+def _by_sequence(losses: Tensor, valid: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    return losses.detach().view(shape).sum(-1), valid.view(shape).sum(-1)
 
 
 def sequence_log_probs(

@@ -14,6 +14,7 @@ from trainformer.checkpointing.checkpointer import versions
 from trainformer.context import ConfigSource, PipelineConfig, record_arguments
 from trainformer.core.errors import BadArgument
 from trainformer.core.secrets import find_mask
+from trainformer.data.mixture.mixture import Mixture
 from trainformer.live.runs import read_config
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def record_settings(run: Run, derived: Mapping[str, Any]) -> None:
     """Record the settings and where each came from: the user, a default, or `derived` from the task or data."""
     config, settings = run.context.config, run.settings
     record_arguments(config, settings.values(), settings.defaults(), run.passed, FILTERABLE)
+    if isinstance(run.parts.data, Mixture):
+        config.set_user("mixture", run.parts.data.describe())
     for name, value in derived.items():
         config.set_derived(name, value, ("task_type",), filterable=name in FILTERABLE)
 
@@ -138,6 +141,8 @@ def describe_data(data: Any) -> Any:
     """Enough to tell datasets apart at no cost: a path, or a few of the rows."""
     if isinstance(data, (str, Path)):
         return str(data)
+    if isinstance(data, Mixture):
+        return [data.describe(), {name: describe_data(source) for name, source in data.sources.items()}]
     if isinstance(data, (tuple, list)) and len(data) <= 8:
         return [describe_data(part) for part in data]
     if hasattr(data, "tensors"):

@@ -63,6 +63,7 @@ class TaskBase:
     """
 
     model: nn.Module
+    per_sample_losses: bool = False  # set if `train_step` is to return `Loss.per_sample`, which costs a little
 
     # -- setup ---------------------------------------------------------------------------------------------
 
@@ -90,6 +91,10 @@ class TaskBase:
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         """Wrap a dataset with the transforms of this task; `train` enables augmentation."""
         return dataset
+
+    def prepare_sources(self, sources: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Wrap the sources of a `Mixture` for training, if `prepare_dataset` cannot be called for one at a time."""
+        return {name: self.prepare_dataset(dataset, train=True) for name, dataset in sources.items()}
 
     def collate_fn(self, examples: list[Any]) -> Any:
         """Collate samples into a batch. Without it, torch's `default_collate` is used."""

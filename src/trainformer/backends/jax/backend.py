@@ -114,6 +114,10 @@ class JaxBackend:
             raise BadArgument(expected(what, type(returned).__name__, "Return the new state and a dict of scalars."))
         state, output = returned[0], _as_mapping(returned[1])
         entries = self._entries(output, batch.size, step)
+        if batch.sources is not None and batch.size:
+            names, numbers = batch.sources[:2]
+            counts = np.bincount(numbers, minlength=len(names)).tolist()
+            entries += [Entry(f"share/{n}", count, batch.size, False) for n, count in zip(names, counts, strict=True)]
         if self._on_end is not None:
             state, entries = self._call_end_hook(self._on_end, state, output, step, entries)
         self.state = state

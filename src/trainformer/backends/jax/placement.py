@@ -76,7 +76,8 @@ class Placer:
         even = self._is_even(data, accumulation)
         tokens = count_tokens(data) if batch.size else 0
         placed = {name: self._put(array, even) for name, array in data.items()}
-        return DeviceBatch(placed, batch.size, tokens, batch.bad, False, batch.global_size, batch.consumed)
+        of_batch = batch.global_size, batch.consumed, batch.sources
+        return DeviceBatch(placed, batch.size, tokens, batch.bad, False, *of_batch)
 
     def _numeric_columns(self, data: Any) -> dict[str, np.ndarray | jax.Array]:
         """The columns of a batch that a device can hold; strings and other objects stay on the host."""

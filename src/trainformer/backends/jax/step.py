@@ -7,8 +7,9 @@ known; the optimizer is the state's `tx`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,43 @@ from trainformer.backends.jax.sharding import constrain_rows
 from trainformer.backends.jax.state import TrainState, combine, partition, variables_after
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.types import Loss, Mean
+from trainformer.data.mixture.dataset import SOURCE
+
+logger = logging.getLogger("trainformer")
 
 LossFunction = Callable[[nnx.Module, Mapping[str, Any], Any], Any]
 """``loss(model, batch, key)``: a mean over the batch's rows, a `Loss` or a `Mean`."""
 VALID = "_valid"
 """Key of a batch that marks its valid rows; the others are padding."""
+
+
+class Sources(NamedTuple):
+    """The names of the sources of a mixture, and whether each batch comes from one of them."""
+
+    names: tuple[str, ...]
+    is_single: bool = False
+
+    def losses(self, output: Any, sums: Mapping[str, Any], numbers: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
+        """The loss of each source, as a metric. Without losses per sample only single sources have one."""
+        rows = getattr(output, "per_sample", None)
+        if rows is None and not self.is_single:
+            logger.warning(
+                "the losses of %s are not logged: a batch has samples of several sources. Return Loss(sum, weight, "
+                "per_sample=losses) with the loss of each sample, or pass mix='batch' to the Mixture.",
+                ", ".join(self.names),
+            )
+            return {}
+        if self.is_single:
+            rows, numbers = (sums["loss"][None], sums["weight"][None]), numbers[:1]
+        else:
+            valid = batch.get(VALID, jnp.ones(numbers.shape, bool))
+            pair = rows if isinstance(rows, tuple) else (rows, jnp.ones(numbers.shape))
+            rows = tuple(jnp.where(valid, jnp.asarray(values, jnp.float32), 0.0) for values in pair)
+        found = {}
+        for number, name in enumerate(self.names):
+            total, weight = (jnp.sum(jnp.where(numbers == number, values, 0.0)) for values in rows)
+            found[f"loss/{name}"] = (jax.lax.stop_gradient(total), jax.lax.stop_gradient(weight))
+        return found
 
 
 class StepOutput(TypedDict):
@@ -43,17 +76,19 @@ def make_train_step(
     compute_dtype: Any = None,
     clip: float | None = None,
     remat: Any = None,
+    sources: Sources | None = None,
 ) -> Callable[[TrainState, Mapping[str, Any]], tuple[TrainState, StepOutput]]:
     """A pure function ``(state, batch) -> (state, output)`` for a batch that holds a whole optimizer step.
 
     A step with a non-finite loss or gradient leaves parameters, optimizer state and variables unchanged, but still
     increments the step counter. So does a step whose weight is 0. `clip` is the maximum global gradient norm.
+    `sources` adds the loss of each source of a mixture to the metrics.
     """
     if not isinstance(accumulation, int) or accumulation < 1:
         raise BadArgument(expected("accumulation to be a positive integer", accumulation))
     if clip is not None and not clip > 0:
         raise BadArgument(expected("clip to be positive, or None for no clipping", clip))
-    forward = _forward(loss, compute_dtype, remat)
+    forward = _forward(loss, compute_dtype, remat, sources=sources)
 
     def train_step(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, StepOutput]:
         trained, frozen = partition(state.params, state.trainable)
@@ -101,7 +136,9 @@ def make_eval_step(
 # -- one micro-batch ---------------------------------------------------------------------------------------------
 
 
-def _forward(loss: LossFunction, compute_dtype: Any, remat: Any, train: bool = True) -> Callable[..., Any]:
+def _forward(
+    loss: LossFunction, compute_dtype: Any, remat: Any, train: bool = True, sources: Sources | None = None
+) -> Callable[..., Any]:
     policy = resolve_remat(remat)
     dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
 
@@ -113,7 +150,13 @@ def _forward(loss: LossFunction, compute_dtype: Any, remat: Any, train: bool = T
         if dtype is not None and dtype != jnp.float32:
             set_compute_dtype(model, dtype)
         model.train() if train else model.eval()
-        sums = _sums(loss(model, batch, key), batch)
+        if sources is None:
+            sums = _sums(loss(model, batch, key), batch)
+        else:
+            numbers, batch = batch[SOURCE], {name: value for name, value in batch.items() if name != SOURCE}
+            output = loss(model, batch, key)
+            sums = _sums(output, batch)
+            sums["metrics"] |= sources.losses(output, sums, numbers, batch)
         return sums["loss"], (sums, variables_after(model, variables))
 
     if policy is None:

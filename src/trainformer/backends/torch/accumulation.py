@@ -7,14 +7,16 @@ gradients. `MemorySplitter` owns the number of pieces a micro-batch is cut into 
 from __future__ import annotations
 
 import logging
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.core.types import BackwardDone, DeviceBatch, Entry, Loss, Mean
+from trainformer.core.types import BackwardDone, DeviceBatch, Entry, Loss, Mean, SampleSources
 from trainformer.data.sharding import slice_batch
 
 logger = logging.getLogger("trainformer")
@@ -50,8 +52,12 @@ class AccumulationWindow:
             self.global_samples = None
         else:
             self.global_samples += batch.global_size
-        if batch.size == 0:
-            output = _zero_weight(output)
+        loss = self._record(_zero_weight(output) if batch.size == 0 else output, batch)
+        if batch.sources is not None and batch.size:
+            self.entries += source_entries(output, batch.size, batch.sources)
+        return loss
+
+    def _record(self, output: Any, batch: DeviceBatch) -> Tensor | None:
         if isinstance(output, Tensor):
             return self._add_loss(output, batch.size, is_mean=True)
         if isinstance(output, (Loss, Mean, BackwardDone)):
@@ -135,6 +141,67 @@ class AccumulationWindow:
         return [entry.value for entry in self.entries if entry.name == "loss"]
 
 
+def source_entries(output: Any, size: int, sources: SampleSources) -> list[Entry]:
+    """The share of each source of a mixture in a micro-batch, and the loss of its samples.
+
+    Losses need `Loss.per_sample`, unless all samples come from one source. Nothing is read from the device.
+    """
+    shares, losses = _metric_names(sources.names)
+    counts = np.bincount(sources.numbers, minlength=len(shares)).tolist()
+    entries = [Entry(name, count, size, False) for name, count in zip(shares, counts, strict=True)]
+    rows = getattr(output, "per_sample", None)
+    if sources.is_single:
+        return entries + _whole_loss(losses[int(sources.numbers[0])], output, size)
+    if rows is None:
+        _warn_about_sources(sources.names)
+        return entries
+    sums, weights = rows if isinstance(rows, tuple) else (rows, None)
+    sums = _row_values(sums, size)
+    weights = torch.ones_like(sums) if weights is None else _row_values(weights, size).to(sums.dtype)
+    masks = sources.on_device == torch.arange(len(counts), device=sources.on_device.device)[:, None]
+    # One conversion here instead of one per scalar when they are read: 50 us less a step with ten sources.
+    found = torch.where(masks, torch.stack([sums, weights])[:, None], 0).sum(-1)
+    totals, of_weights = (part.unbind() for part in (found if found.device.type == "mps" else found.double()))
+    named = zip(losses, totals, of_weights, strict=True)
+    return entries + [Entry(name, total, weight, False) for name, total, weight in named]
+
+
+@cache
+def _metric_names(names: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    return [f"share/{name}" for name in names], [f"loss/{name}" for name in names]
+
+
+def _whole_loss(name: str, output: Any, size: int) -> list[Entry]:
+    """The loss of a micro-batch under another name."""
+    if isinstance(output, Tensor):
+        return [Entry(name, output.detach(), size, True)]
+    if isinstance(output, Mean):
+        return [] if output.value is None else [Entry(name, output.value.detach(), _detached(output.weight), True)]
+    return [Entry(name, output.sum.detach(), _detached(output.weight), False)]
+
+
+@cache
+def _warn_about_sources(names: tuple[str, ...]) -> None:
+    logger.warning(
+        "the losses of %s are not logged: a batch has samples of several sources, and train_step returns one loss for "
+        "all of them. Return Loss(sum, weight, per_sample=losses) with the loss of each sample, or pass mix='batch' to "
+        "the Mixture.",
+        ", ".join(names),
+    )
+
+
+def _row_values(values: Any, size: int) -> Tensor:
+    if isinstance(values, Tensor) and values.shape == (size,):
+        return values.detach()
+    shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    what = f"per_sample of a loss to be a tensor of {size} losses, or a pair with their weights"
+    raise BadArgument(expected(what, shape, "Sum the loss over everything but the samples."))
+
+
+def _slice_sources(sources: SampleSources, low: int, high: int) -> SampleSources:
+    return sources._replace(numbers=sources.numbers[low:high], on_device=sources.on_device[low:high])
+
+
 def _on(device: torch.device, value: Any) -> Tensor:
     # `full` fills the number in on the device; copying it there would sync.
     wide = torch.float64
@@ -198,6 +265,7 @@ class MemorySplitter:
                 high - low,
                 round(tokens * (high - low)),
                 more=batch.more or high < batch.size,
+                sources=batch.sources and _slice_sources(batch.sources, low, high),
             )
             for low, high in pairwise(edges)
         ]

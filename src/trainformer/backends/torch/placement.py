@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -49,13 +50,17 @@ class Feeder:
         A transform with `takes_keys` also gets a 64-bit key per sample that seeds its random numbers; None if unknown.
         """
         takes_keys = getattr(transform, "takes_keys", False)
-        for data, size, bad, origin, global_size, consumed in batches:
+        for data, size, bad, origin, global_size, consumed, sources in batches:
             tokens = count_tokens(data, self.counts_padding) if size else 0
-            placed = self._move(data)
+            if sources is None:
+                placed = self._move(data)
+            else:
+                placed, numbers = self._move((data, torch.from_numpy(np.ascontiguousarray(sources.numbers))))
+                sources = sources._replace(on_device=numbers)
             if transform is not None:
                 keys = None if origin is None else sample_keys(*origin)
                 placed = apply_to_inputs(partial(transform, keys=keys) if takes_keys else transform, placed)
-            yield DeviceBatch(placed, size, tokens, bad, False, global_size, consumed)
+            yield DeviceBatch(placed, size, tokens, bad, False, global_size, consumed, sources)
 
     def _move(self, data: Any) -> Any:
         if self._stream is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,14 @@ from trainformer.data.hub import load_registered
 from trainformer.data.labels import align_classes, is_stream, same_class_indices
 from trainformer.data.loader import DatasetSource, loader_source, stream_source
 from trainformer.data.metadata import DatasetInfo, extract_info
+from trainformer.data.mixture.dataset import MixtureDataset
+from trainformer.data.mixture.mixture import Mixture
+from trainformer.data.mixture.stream import MixtureStream
 from trainformer.data.sharding import WHOLE, Shard
 from trainformer.data.source import DispatchedSource, SlicedSource
 from trainformer.data.split import split_dataset
 from trainformer.distributed import TorchProcessGroup
+from trainformer.run.torch.mixture import load_mixture, mixture_source
 from trainformer.run.torch.settings import RunSettings
 from trainformer.run.validation_sets import validation_sets
 from trainformer.tasks.base import provides
@@ -42,6 +47,11 @@ class LoadOptions:
     accumulation: int = 1
     shard: Shard = WHOLE
     dispatch: Any = None  # the process group to which rank 0 dispatches what it reads; None: each rank reads its own
+
+    def reading(self) -> dict[str, Any]:
+        """The arguments of every `DatasetSource`."""
+        names = "seed", "num_workers", "pin_memory", "prefetch_factor", "worker_context", "skip_bad", "shard"
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -66,11 +76,14 @@ def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | i
     """Load what was passed, split off the validation set, and extract the metadata."""
     if val_data is not None and val_split is not None:
         raise BadArgument("Expected val_data or val_split, received both. Pass the one you mean.")
-    train = load(task, data)
+    train = load_mixture(data, partial(load, task), is_loader) if isinstance(data, Mixture) else load(task, data)
     _reject_unnamed_sets(train, val_data)
     given = {name: _naming(name, load, task, part) for name, part in validation_sets(val_data).items()}
     info = extract_info(train.dataset if isinstance(train, DataLoader) else train)
     if val_split is not None:
+        if isinstance(train, MixtureDataset):
+            do = "Split the sources yourself, and pass what you hold out as val_data."
+            raise BadArgument(expected("val_data with a mixture", f"val_split={val_split}", do))
         if is_loader(train) or isinstance(train, IterableDataset | DataSource):
             do = "Pass a second loader or dataset as val_data."
             raise BadArgument(expected("val_split with a dataset that has a length", type(train).__name__, do))
@@ -122,6 +135,9 @@ def is_open(task: Any) -> bool:
 
 def load(task: Any, data: Any) -> Any:
     """A dataset, loader or data source from a path or name, arrays, a dataset, a loader or a data source."""
+    if isinstance(data, Mixture):
+        do = "Evaluate on each source by itself: a mixture says how to draw training data."
+        raise BadArgument(expected("data to evaluate", "a Mixture", do))
     if isinstance(data, (str, Path)):
         if (registered := load_registered(str(data))) is not None:
             return load(task, registered)
@@ -180,9 +196,12 @@ def _own_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Data
         _reject_sampler(options, train, "a loader has a sampler and batches of its own; set them there")
         count = task.count_samples if provides(task, "count_samples") else None
         return loader_source(data, options.seed, count, options.shard)
+    collate = task.collate_fn if provides(task, "collate_fn") else None
+    if isinstance(data, MixtureDataset | MixtureStream):
+        _reject_sampler(options, train, "a mixture decides which samples are drawn")
+        return mixture_source(task, data, options, train, collate)
     if provides(task, "prepare_dataset"):
         data = task.prepare_dataset(data, train=train)
-    collate = task.collate_fn if provides(task, "collate_fn") else None
     if isinstance(data, IterableDataset):
         _reject_sampler(options, train, "a dataset without a length cannot be sampled from")
         workers = options.num_workers or 0
@@ -195,6 +214,7 @@ def _own_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Data
             collate=collate,
             num_workers=workers,
             shard=options.shard,
+            drop_last=options.drop_last and train,
         )
     sampler = None
     if train and options.sampler is not None:
@@ -208,14 +228,8 @@ def _own_source(task: Any, data: Any, options: LoadOptions, train: bool) -> Data
         shuffle=train,
         sampler=sampler,
         drop_last=options.drop_last and train,
-        seed=options.seed,
         collate=collate,
-        num_workers=options.num_workers,
-        pin_memory=options.pin_memory,
-        prefetch_factor=options.prefetch_factor,
-        worker_context=options.worker_context,
-        skip_bad=options.skip_bad,
-        shard=options.shard,
+        **options.reading(),
     )
 
 

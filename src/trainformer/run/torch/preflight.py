@@ -31,6 +31,7 @@ from trainformer.tasks.base import provides
 from trainformer.utils.text import duration
 
 Status = Literal["ok", "warning", "failed"]
+_MANY_PASSES = 100  # over a source of a mixture
 _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "failed": "[bold red]failed[/]"}
 
 
@@ -138,9 +139,20 @@ def _arguments(run: TorchRun, report: CheckReport) -> None:
         too_long = cadence is not None and cadence.unit == "steps" and total is not None and cadence.every > total
         if too_long and name.partition("[")[0] in run.passed:
             notes.append(f"{name}={value!r} is longer than the whole run of {total} steps.")
+    notes += _mixture_notes(run, total)
     if s.max_steps is not None and per_epoch and run.passed >= {"epochs"}:
         notes.append(f"max_steps={s.max_steps} overrides epochs={s.epochs}.")
     report.add("arguments", notes, "they agree with each other and with the data", "warning")
+
+
+def _mixture_notes(run: TorchRun, total: int | None) -> list[str]:
+    """Sources of a mixture that the run repeats often, or does not read."""
+    drawn_by = getattr(run.train_source, "drawn_by", None)
+    passes = {} if drawn_by is None or total is None else drawn_by(total)
+    often = [f"{name!r} {count:.0f} times" for name, count in passes.items() if count > _MANY_PASSES]
+    never = [repr(name) for name, count in passes.items() if count == 0]
+    notes = [f"the run repeats {', '.join(often)}: give it less weight, or train for fewer steps."] if often else []
+    return notes + ([f"the run draws nothing from {', '.join(never)}, whose weight is 0."] if never else [])
 
 
 def _data(run: TorchRun, dry_run: DryRun, report: CheckReport) -> DeviceBatch | None:

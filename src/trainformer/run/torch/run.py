@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -210,8 +210,10 @@ class TorchRun(Run):
     def sandbox(self) -> Iterator[DryRun]:
         """For trial steps: afterwards model, optimizer, random numbers and position are as before."""
         before = self.trained_state()
+        preserved = getattr(self.train_source, "preserved_position", nullcontext)
         try:
-            yield DryRun(self)
+            with preserved():
+                yield DryRun(self)
         finally:
             self.backend.drop_step()
             self.backend.guard.reset()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import DataSource
 from trainformer.data.labels import is_stream
 from trainformer.data.metadata import DatasetInfo
+from trainformer.data.mixture.dataset import MixtureDataset
+from trainformer.data.mixture.stream import MixtureStream
 from trainformer.distributed import Strategy, TorchProcessGroup, make_strategy
 from trainformer.distributed.process_group import Launch
 from trainformer.run.provenance import size_of
@@ -28,10 +31,13 @@ from trainformer.run.settings import FrontOptions
 from trainformer.run.setup import RunParts, validate_settings
 from trainformer.run.torch.data import TrainingData, is_loader, load_options, load_training_data, make_source
 from trainformer.run.torch.evaluation import Evaluation, Inference
+from trainformer.run.torch.mixture import as_training_data
 from trainformer.run.torch.settings import RunSettings
 from trainformer.run.validation_sets import check_eval_every, default_monitor
 from trainformer.tasks.base import provides
 from trainformer.utils.helpers import seed_everything
+
+logger = logging.getLogger("trainformer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +75,7 @@ def build_run(
 ) -> TorchParts:
     """Build the parts of a run. `passed` are the settings that the user named; they stay as they are."""
     validate_settings(settings)
+    data = as_training_data(data)
     strategy = make_strategy(settings.strategy)
     strategy.setup_environment(settings.device, settings.rank_timeout)
     process_group = strategy.process_group
@@ -79,10 +86,16 @@ def build_run(
         callbacks.add(EMA(decay=settings.ema))
     with process_group.main_first():  # rank 0 reads and fills caches, the others use them
         loaded = load_training_data(task, data, val_data, val_split, settings.seed)
-    if "sampler" in adapted and not is_map_style(loaded.train):
+    is_mixture = isinstance(loaded.train, MixtureDataset | MixtureStream)
+    if "sampler" in adapted and (is_mixture or not is_map_style(loaded.train)):
+        if is_mixture and settings.sampler != "length":
+            what = "the sampler %r of %s is not used: a mixture decides which samples are drawn"
+            logger.warning(what, settings.sampler, type(task).__name__)
         settings.sampler = None
         del adapted["sampler"]
     adapted |= adapt_to_validation(settings, loaded, passed)
+    if is_mixture and hasattr(task, "per_sample_losses"):
+        task.per_sample_losses = True
     declared = _declared_arguments(task)
     configure_task(task, loaded)
     # A copy: the backend keeps the settings that it was built with.

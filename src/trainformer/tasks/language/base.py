@@ -222,8 +222,10 @@ class TokenPredictionTask(LanguageTask):
 
     def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
         """Cross-entropy, summed over the supervised tokens."""
-        loss = self._loss(batch, **self._training_options())
-        return Loss(loss.sum, loss.weight, metrics={"accuracy": (loss.correct, loss.weight)})
+        options = {"per_sequence": True} if self.per_sample_losses else {}
+        loss = self._loss(batch, **self._training_options(), **options)
+        rows = getattr(loss, "per_sequence", None)
+        return Loss(loss.sum, loss.weight, metrics={"accuracy": (loss.correct, loss.weight)}, per_sample=rows)
 
     def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Loss without label smoothing, and token accuracy."""

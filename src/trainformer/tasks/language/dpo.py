@@ -194,7 +194,7 @@ class DPO(GenerationMixin):
     def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
         """The loss summed over pairs, and rewards."""
         losses, metrics = self._losses_and_rewards(batch, self.label_smoothing)
-        return Loss(losses.sum(), len(losses), metrics=metrics)
+        return Loss(losses.sum(), len(losses), metrics=metrics, per_sample=losses.detach())
 
     def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Loss without label smoothing, and rewards."""

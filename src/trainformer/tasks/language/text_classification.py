@@ -136,26 +136,32 @@ class TextClassification(ClassifyingTask):
             names.append("token_type_ids")
         return upcast(model(**{name: batch[name] for name in names if name in batch}).logits)
 
-    def _loss(self, logits: Tensor, labels: Tensor, *, train: bool) -> tuple[Tensor, Any]:
+    def _loss(self, logits: Tensor, labels: Tensor, *, train: bool, reduction: str = "sum") -> tuple[Tensor, Any]:
         with no_autocast(logits):
             if self.labels.problem == "single":
                 weights = self._weights_like(logits) if train else None
                 smoothing = self.label_smoothing if train else 0.0
-                return tuple(cross_entropy(logits, labels, class_weights=weights, label_smoothing=smoothing))  # type: ignore[return-value]
+                options = {"class_weights": weights, "label_smoothing": smoothing, "reduction": reduction}
+                return tuple(cross_entropy(logits, labels, **options))  # type: ignore[return-value, arg-type]
             if self.labels.problem == "multi":
                 losses = F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none")
             else:
                 losses = (logits - labels.to(logits.dtype)).square()
+            if reduction == "none":
+                return losses.mean(1), torch.ones_like(losses[:, 0])
             return losses.mean(1).sum(), len(labels)
 
     def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
         """Cross-entropy, binary cross-entropy averaged over classes (multi-label), or squared error (regression)."""
         logits, labels = self._logits(batch), _require_labels(batch)
         total, weight = self._loss(logits, labels, train=True)
+        rows = None
+        if self.per_sample_losses:
+            rows = self._loss(logits.detach(), labels, train=True, reduction="none")
         if self.labels.problem != "single":
-            return Loss(total, weight)
+            return Loss(total, weight, per_sample=rows)
         correct = (logits.detach().argmax(-1) == labels).sum()
-        return Loss(total, weight, metrics={"accuracy": (correct, len(labels))})
+        return Loss(total, weight, metrics={"accuracy": (correct, len(labels))}, per_sample=rows)
 
     def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Loss without regularisation, and predictions for the dataset-level metrics."""

@@ -24,6 +24,7 @@ from trainformer.data.folder import LAYOUT
 from trainformer.data.image import ImageDataset, images_in_memory, load_images, split_sample
 from trainformer.data.labels import is_stream
 from trainformer.data.metadata import DatasetInfo
+from trainformer.data.mixture.mixture import naming
 from trainformer.data.order import preserved_generators
 from trainformer.data.pixels import ImageTensors, channels_in, is_pil
 from trainformer.data.webdataset import MappedStream
@@ -82,6 +83,7 @@ class VisionTask(TaskBase):
         self._channels = self.in_chans
         self._model: nn.Module | None = None
         self._augments_on_device = False
+        self._may_augment_on_device = True  # not if only some sources of a mixture are in memory
         self._seen_shape: tuple[int, ...] | None = None  # of the data
         self._initial_fingerprint: list[tuple[int, int]] = []
         self._read_backbone_config(nn.Identity())
@@ -204,10 +206,23 @@ class VisionTask(TaskBase):
             return dataset if ready and not isinstance(sample, Mapping) else ImageDataset(dataset)
         return self._prepare_pixels(dataset, image, train)
 
+    def prepare_sources(self, sources: Mapping[str, Any]) -> dict[str, Any]:
+        """Prepare the training data of a mixture. Augmentation is the same for all: of batches of one size, or not."""
+        prepared, batched = {}, set()
+        for name, dataset in sources.items():
+            with naming(name):
+                prepared[name] = self.prepare_dataset(dataset, train=True)
+            batched.add(prepared[name].images.shape[1:] if self._augments_on_device else None)
+        if len(batched) == 1:
+            return prepared
+        self._may_augment_on_device = False
+        return self.prepare_sources(sources)
+
     def _prepare_pixels(self, dataset: Any, image: Any, train: bool) -> Any:
         """Prepare a dataset of pixels; `image` is one of them."""
         augment, geometry = self._sample_augment(train), self._geometry(image)
-        tensors = images_in_memory(dataset, self._channels) if train and augment in ON_BATCHES else None
+        batched = train and augment in ON_BATCHES and self._may_augment_on_device
+        tensors = images_in_memory(dataset, self._channels) if batched else None
         if tensors is None:
             return self._resized_and_augmented(dataset, image, augment, geometry)
         self._augments_on_device = True

@@ -120,7 +120,7 @@ def mix(images: Tensor, mixup: float, cutmix: float, prob: float = 1.0) -> Mixed
 
 
 class ClassLoss(NamedTuple):
-    """The summed loss of a batch and its weight."""
+    """The summed loss of a batch and its weight; with ``reduction="none"``, those of each sample."""
 
     sum: Tensor
     weight: Tensor | int
@@ -133,23 +133,31 @@ def cross_entropy(
     *,
     class_weights: Tensor | None = None,
     label_smoothing: float = 0.0,
+    reduction: str = "sum",
 ) -> ClassLoss:
     """Cross-entropy of (mixed) labels. ``sum / weight`` equals the mean of `torch.nn.CrossEntropyLoss`.
 
     The loss is linear in the target, so the loss of a mixture is a mixture of two losses without soft labels.
     """
     if mixed is None:
-        total = F.cross_entropy(logits, labels, class_weights, reduction="sum", label_smoothing=label_smoothing)
-        return ClassLoss(total, len(labels) if class_weights is None else class_weights[labels].sum())
+        found = F.cross_entropy(logits, labels, class_weights, reduction=reduction, label_smoothing=label_smoothing)
+        return ClassLoss(found, _weight(None if class_weights is None else class_weights[labels], labels, reduction))
     own, other = (
         F.cross_entropy(logits, target, class_weights, reduction="none", label_smoothing=label_smoothing)
         for target in (labels, labels[mixed.partner])
     )
     share = mixed.share.to(logits.dtype)
-    total = torch.lerp(other, own, share).sum()
-    if class_weights is None:
-        return ClassLoss(total, len(labels))
-    return ClassLoss(total, torch.lerp(class_weights[labels[mixed.partner]], class_weights[labels], share).sum())
+    found = torch.lerp(other, own, share)
+    weights = None
+    if class_weights is not None:
+        weights = torch.lerp(class_weights[labels[mixed.partner]], class_weights[labels], share)
+    return ClassLoss(found if reduction == "none" else found.sum(), _weight(weights, labels, reduction))
+
+
+def _weight(weights: Tensor | None, labels: Tensor, reduction: str) -> Tensor | int:
+    if weights is None:
+        return torch.ones_like(labels) if reduction == "none" else len(labels)
+    return weights if reduction == "none" else weights.sum()
 
 
 def binary_cross_entropy(
@@ -160,6 +168,7 @@ def binary_cross_entropy(
     label_smoothing: float = 0.0,
     target_threshold: float | None = None,
     sum_classes: bool = False,
+    reduction: str = "sum",
 ) -> ClassLoss:
     """Binary cross-entropy per class, as in "ResNet strikes back" (Wightman et al. 2021).
 
@@ -178,8 +187,9 @@ def binary_cross_entropy(
     target = target * (1 - label_smoothing) + label_smoothing / logits.shape[-1]
     if target_threshold is not None:
         target = (target > target_threshold).to(logits.dtype)
-    total = F.binary_cross_entropy_with_logits(logits, target, reduction="sum")
-    return ClassLoss(total if sum_classes else total / logits.shape[-1], len(labels))
+    found = F.binary_cross_entropy_with_logits(logits, target, reduction=reduction)
+    found = found.sum(-1) if reduction == "none" else found
+    return ClassLoss(found if sum_classes else found / logits.shape[-1], _weight(None, labels, reduction))
 
 
 def correct(predictions: Tensor, labels: Tensor, mixed: Mixed | None = None) -> Tensor:

@@ -249,12 +249,15 @@ class ImageClassification(AdapterMixin, VisionTask):
             logits = self._logits(images if mixed is None else mixed.images)
         loss = self._loss(logits, labels, mixed)
         right = correct(logits.detach().argmax(-1), labels, mixed)
-        return Loss(loss.sum, loss.weight, metrics={"accuracy": (right, len(labels))})
+        rows = None
+        if self.per_sample_losses:
+            rows = tuple(self._loss(logits.detach(), labels, mixed, reduction="none"))
+        return Loss(loss.sum, loss.weight, metrics={"accuracy": (right, len(labels))}, per_sample=rows)
 
-    def _loss(self, logits: Tensor, labels: Tensor, mixed: Mixed | None) -> ClassLoss:
+    def _loss(self, logits: Tensor, labels: Tensor, mixed: Mixed | None, reduction: str = "sum") -> ClassLoss:
         if self.loss == "ce":
-            weights = self._weights_like(logits)
-            return cross_entropy(logits, labels, mixed, class_weights=weights, label_smoothing=self.label_smoothing)
+            options: Any = {"class_weights": self._weights_like(logits), "label_smoothing": self.label_smoothing}
+            return cross_entropy(logits, labels, mixed, **options, reduction=reduction)
         return binary_cross_entropy(
             logits,
             labels,
@@ -262,6 +265,7 @@ class ImageClassification(AdapterMixin, VisionTask):
             label_smoothing=self.label_smoothing,
             target_threshold=self.bce_target_threshold,
             sum_classes=self.bce_sum,
+            reduction=reduction,
         )
 
     def eval_step(self, batch: Any) -> dict[str, Any]:

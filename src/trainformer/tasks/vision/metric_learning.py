@@ -164,6 +164,9 @@ class MetricLearning(VisionTask):
             embeddings = self.model(images)
         metrics = {"feature_std": feature_spread(embeddings)}
         if getattr(self.criterion, "per_sample", False):
+            if self.per_sample_losses:
+                losses = self.criterion(embeddings, labels, reduction="none")
+                return Loss(losses.sum(), len(labels), metrics, losses.detach())
             return Loss(self.criterion(embeddings, labels, reduction="sum"), len(labels), metrics)
         return Loss(self.criterion(embeddings, labels) * len(labels), len(labels), metrics)
 
