@@ -13,6 +13,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "trainformer.trainer": ["Trainer"],
+        "trainformer.inference.loading": ["load"],
         "trainformer.core.types": ["Loss"],
         "trainformer.tasks.base": ["DatasetInfo", "Task", "TaskBase"],
         "trainformer.context": ["PipelineConfig", "PipelineContext"],

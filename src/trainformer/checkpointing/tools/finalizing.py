@@ -117,7 +117,7 @@ def finalize(
     target = Path(out).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BadArgument(expected("a folder to make, which is empty or not there", str(out), "Choose another."))
-    checkpoint, note = _checkpoint(run, which)
+    checkpoint, note = choose_checkpoint(run, which)
     states = States(checkpoint)
     if STATE in states:
         raise BadArgument(
@@ -125,7 +125,7 @@ def finalize(
             "(save_pretrained), and export_weights its weights alone."
         )
     settings = states["context"]["config"] if "context" in states else {}
-    request = Request(checkpoint, settings, _recipe(quantize, settings), base, _ema(states, ema), device)
+    request = Request(checkpoint, settings, _recipe(quantize, settings), base, choose_ema(states, ema), device)
     if base is not None and not request.is_adapter:
         raise BadArgument(expected("a base for an adapter's run alone", str(base), "This run holds a whole model."))
     with _drafting(target) as draft:
@@ -153,7 +153,7 @@ def finalize(
     return result
 
 
-def _checkpoint(run: AnyPath, which: str) -> tuple[Checkpoint, str | None]:
+def choose_checkpoint(run: AnyPath, which: str) -> tuple[Checkpoint, str | None]:
     """The checkpoint that is meant, and a note if another is better."""
     if which not in _WHICH:
         raise BadArgument(expected(f"which to be {' or '.join(map(repr, _WHICH))}", which))
@@ -194,7 +194,7 @@ def _recipe(quantize: str | None, settings: Mapping[str, Any]) -> Recipe | None:
     return recipe
 
 
-def _ema(states: States, ema: bool | str | None) -> str | None:
+def choose_ema(states: States, ema: bool | str | None) -> str | None:
     """The component with the average to take; None for the trained weights."""
     averages = [key for key in states if key.removeprefix("callback.").split("-")[0] == "EMA"]
     if ema is False or (ema is None and not averages):

@@ -21,6 +21,7 @@ from trainformer.data.sharding import WHOLE, Shard
 from trainformer.data.source import DispatchedSource, SlicedSource
 from trainformer.data.split import split_dataset
 from trainformer.distributed import TorchProcessGroup
+from trainformer.run.torch.record import RecordedData
 from trainformer.run.torch.settings import RunSettings
 from trainformer.tasks.base import provides
 
@@ -58,7 +59,10 @@ def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | i
     if val_data is not None and val_split is not None:
         raise BadArgument("Expected val_data or val_split, received both. Pass the one you mean.")
     train, val = load(task, data), load(task, val_data) if val_data is not None else None
-    info = extract_info(train.dataset if isinstance(train, DataLoader) else train)
+    if isinstance(train, RecordedData):
+        info = train.record.info
+    else:
+        info = extract_info(train.dataset if isinstance(train, DataLoader) else train)
     if val_split is not None:
         if is_loader(train) or isinstance(train, IterableDataset | DataSource):
             do = "Pass a second loader or dataset as val_data."

@@ -17,13 +17,17 @@ from trainformer.checkpointing.checkpointer import Assets, load_components
 from trainformer.checkpointing.components import callback_states
 from trainformer.checkpointing.torch_components import TRAINED, torch_components
 from trainformer.checkpointing.torch_files import write_single_file
+from trainformer.core.optional import require
 from trainformer.core.types import DataSource
 from trainformer.distributed import TorchProcessGroup
 from trainformer.engine import Event
+from trainformer.run.predictions import Columns, format_of, write_file
 from trainformer.run.run import Run
 from trainformer.run.torch.dry_run import DryRun
 from trainformer.run.torch.evaluation import Inputs
+from trainformer.run.torch.exporting import Export
 from trainformer.run.torch.provenance import record_config, record_derived
+from trainformer.run.torch.record import with_record
 from trainformer.run.torch.settings import RunSettings
 from trainformer.run.torch.setup import TorchParts, build_run, check_launch
 from trainformer.tasks.base import provides
@@ -67,7 +71,8 @@ class TorchRun(Run):
         return [(name, list(p.shape)) for name, p in self.task.model.named_parameters()]
 
     def assets(self) -> Assets | None:
-        return self.task.save_assets if provides(self.task, "save_assets") else None
+        save_assets = self.task.save_assets if provides(self.task, "save_assets") else None
+        return with_record(self, save_assets) if self.options.records_task else save_assets
 
     def task_handlers(self) -> dict[Event, Any]:
         task = self.task
@@ -137,9 +142,27 @@ class TorchRun(Run):
         """Eval mode with the model to evaluate and its own random numbers."""
         return self._evaluation.inference.eval_mode()
 
-    def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, Tensor]]:
+    def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, Any]]:
         """One dict per sample, in input order."""
         return self._evaluation.predict(data, batch_size)
+
+    def predicted_columns(self, data: Any, batch_size: int | None = None) -> Iterator[Columns]:
+        """Predictions with ids and class names, batch by batch. A collective: every rank must take all of them."""
+        return self._evaluation.predicted_columns(data, batch_size)
+
+    def write_predictions(self, data: Any, path: Path, batch_size: int | None = None, format: str | None = None) -> int:
+        """Write predictions to a file as they are made; returns their number. Rank 0 writes."""
+        form = format or format_of(path)
+        if form == "parquet":
+            require("pyarrow", "datasets", "to write Parquet")
+        batches = self.predicted_columns(data, batch_size)
+        if self.process_group.is_main:
+            return write_file(batches, path, form)
+        return sum(len(batch["index"]) for batch in batches)
+
+    def exported(self, input_shape: tuple[int, ...] | None, preprocess: bool) -> Export:
+        """The model to export, with its preprocessing. A collective."""
+        return Export(self, input_shape, preprocess)
 
     def inference_model(self) -> nn.Module:
         """The model to evaluate, predict and export with."""

@@ -28,6 +28,7 @@ from trainformer.run.settings import FrontOptions
 from trainformer.run.setup import RunParts, validate_settings
 from trainformer.run.torch.data import TrainingData, is_loader, load_options, load_training_data, make_source
 from trainformer.run.torch.evaluation import Evaluation, Inference
+from trainformer.run.torch.record import RecordedData
 from trainformer.run.torch.settings import RunSettings
 from trainformer.tasks.base import provides
 from trainformer.utils.helpers import seed_everything
@@ -127,6 +128,9 @@ def check_task(task: Any) -> None:
 
 def configure_task(task: Any, loaded: TrainingData) -> None:
     """Let the task inspect the training data and build what depends on it, such as the head of its model."""
+    if isinstance(loaded.train, RecordedData):
+        loaded.train.configure(task)
+        return
     if provides(task, "inspect_dataset") and is_map_style(loaded.train):
         task.inspect_dataset(loaded.train)
     if provides(task, "configure"):
