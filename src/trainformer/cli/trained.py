@@ -25,12 +25,14 @@ from trainformer.cli.output import (
     stdout_to_stderr,
     variables_of,
 )
-from trainformer.cli.recipes import trainer_of
-from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.cli.recipes import FILE as RECIPE
+from trainformer.cli.recipes import settings_in, trainer_of
+from trainformer.core.errors import DataError, expected
 
 if TYPE_CHECKING:
     from trainformer import Trainer
     from trainformer.checkpointing import Checkpoint
+    from trainformer.inference import Predictor
 
 # Written out here so that --help imports no torch; tests compare both with the real ones.
 EXPORT_FORMATS = {"pytorch": ".pt", "onnx": ".onnx", "torchscript": ".pt", "torch.export": ".pt2"}
@@ -54,6 +56,13 @@ class Trained:
     checkpoint: Checkpoint
 
     @property
+    def predictor(self) -> Predictor:
+        """The same for raw inputs."""
+        from trainformer.inference import Predictor
+
+        return Predictor(self.trainer, self.run)
+
+    @property
     def source(self) -> dict[str, Any]:
         """Where the weights come from, for JSON output."""
         return {"run": str(self.run), "checkpoint": str(self.checkpoint.path), "step": self.checkpoint.step}
@@ -74,17 +83,43 @@ def add_batch_size_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=positive, metavar="N", help="samples per batch (default: as in the run)")
 
 
-def load_trained(args: argparse.Namespace) -> Trained:
-    """The trainer that `args` name, with the weights of the checkpoint and everything else that affects its results."""
+def load_trained(args: argparse.Namespace, validates: bool = False) -> Trained:
+    """The trainer that `args` name, with the weights of the checkpoint and everything else that affects its results.
+
+    The training data are not needed, as far as the checkpoint has a record of them. With `validates`, the validation
+    data of the run are.
+    """
+    from trainformer.inference.loading import load
+    from trainformer.run.torch.record import NeedsTrainingData, RecordedData, TaskRecord
+
     run, checkpoint = find_checkpoint(args.run, args.which)
+    batch_size = getattr(args, "batch_size", None)
+    if not (run / RECIPE).is_file():  # a run of a Python program, or a checkpoint on its own
+        if validates:
+            what = "it was started by a Python program, which chose the validation data"
+            raise DataError(f"{run} has no {RECIPE}: {what}. Name some: --data DATA.")
+        predictor: Any = load(checkpoint.path, batch_size=batch_size)
+        return Trained(predictor.trainer, run, checkpoint)
     # A logger would open a run of its own, and there is nothing to resume.
     changes: dict[str, Any] = {"log": "none", "resume": None}
-    if getattr(args, "batch_size", None) is not None:
-        changes["eval_batch_size"] = args.batch_size
+    if batch_size is not None:
+        changes["eval_batch_size"] = batch_size
+    variables = variables_of(args)
+    record = TaskRecord.read(checkpoint.path)
+    recorded: dict[str, Any] = {}
+    if record is not None:
+        recorded = {"data": RecordedData(record), "val_split": None, "sampler": None, "scheduler": None}
+        if validates and settings_in(run, args.trust, variables).get("val_data") is None:
+            recorded = {}  # they are a part of the training data
+        elif not validates:
+            recorded["val_data"] = None
     try:
-        trainer = trainer_of(str(run), trust=args.trust, changes=changes, variables=variables_of(args))
+        try:
+            trainer = trainer_of(str(run), trust=args.trust, changes=changes | recorded, variables=variables)
+        except NeedsTrainingData:
+            trainer = trainer_of(str(run), trust=args.trust, changes=changes, variables=variables)
     except DataError as error:  # on another machine, perhaps
-        do = "The data of the run are needed too: the task reads them when it builds the model."
+        do = "Name other data: --data DATA." if validates else "The data of the run are needed too."
         raise DataError(f"{error} {do}") from error
     # An average of the weights (EMA) belongs to a callback; parameters of the loss and class names to the task.
     parts = [key for key in checkpoint.manifest.components if key in ("model", "task") or key.startswith("callback.")]
@@ -101,11 +136,9 @@ def find_checkpoint(name: str, which: str) -> tuple[Path, Checkpoint]:
 
     if is_checkpoint(Path(name)):
         run = next((folder for folder in Path(name).absolute().parents[:3] if is_run(folder)), None)
-        if run is None:
-            raise BadArgument(expected("a checkpoint in the folder of a run", name, "Its recipe is kept there."))
         found = find(name)
         assert isinstance(found, Checkpoint)
-        return run, found
+        return run or found.path, found
     run = find_run(name)
     checkpoints = list_checkpoints(run)
     if not checkpoints:
@@ -144,7 +177,7 @@ def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _evaluate(args: argparse.Namespace) -> None:
     with stdout_to_stderr():
-        trained = load_trained(args)
+        trained = load_trained(args, validates=args.data is None)
         if args.data is None and trained.trainer.val_dataloader is None:
             raise DataError(f"{trained.run} was trained without validation data. Name some: --data DATA.")
         metrics = trained.trainer.evaluate(args.data)
@@ -164,6 +197,8 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=EXPORT_FORMATS, help=formats)
     shape = "of one sample, without the batch, such as 3,224,224; by default the shape of the data"
     parser.add_argument("--input-shape", metavar="SIZES", type=_shape, help=shape)
+    preprocess = "put the preprocessing in the graph: uint8 images of any size in, probabilities out"
+    parser.add_argument("--preprocess", action="store_true", help=preprocess)
     parser.add_argument("--force", action="store_true", help="overwrite the file")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -187,7 +222,7 @@ def _export(args: argparse.Namespace) -> None:
     check_free(out, args.force)
     with stdout_to_stderr():
         trained = load_trained(args)
-        path = trained.trainer.export(out, form, args.input_shape)
+        path = trained.trainer.export(out, form, args.input_shape, preprocess=args.preprocess)
     if not trained.trainer.is_main:
         return
     text = f"{trained.checkpoint.path} was exported as {form} to {path}"

@@ -7,6 +7,7 @@ models are ONNX.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from trainformer.adapters.base import kind_of_name
 from trainformer.adapters.state import CONFIG_FILE as ADAPTER_CONFIG
 from trainformer.checkpointing import Checkpoint
 from trainformer.checkpointing.checkpointer import load_components
+from trainformer.checkpointing.tools.deployable import quiet
 from trainformer.checkpointing.tools.finalizing import choose_checkpoint, choose_ema
 from trainformer.checkpointing.tools.listing import existing, is_checkpoint
 from trainformer.checkpointing.tools.states import States
@@ -79,7 +81,8 @@ def load(
     settings = {**_SETTINGS, **record.settings, "device": device}
     if batch_size is not None:
         settings["eval_batch_size"] = batch_size
-    with preserved_generators():
+    silent = quiet() if hasattr(task, "model_name") else nullcontext()
+    with preserved_generators(), silent:
         trainer = Trainer(task, RecordedData(record), num_workers=0, **settings)
         if checkpoint is not None:
             load_weights(trainer, checkpoint, ema)

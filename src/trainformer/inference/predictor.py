@@ -50,6 +50,11 @@ class Predictor:
         """Whether predictions are generated text."""
         return not hasattr(self.task, "predict_step") and callable(getattr(self.task, "generate", None))
 
+    @property
+    def _takes_prompts(self) -> bool:
+        """Whether `task.generate` takes prompts alone."""
+        return callable(getattr(self.task, "generate", None)) and getattr(self.task, "kind", None) != "vlm"
+
     def __call__(self, inputs: Any, batch_size: int | None = None, **options: Any) -> Any:
         """See `predict`."""
         return self.predict(inputs, batch_size, **options)
@@ -64,7 +69,8 @@ class Predictor:
         """
         if batch_size is not None:
             check_count("batch_size", batch_size)
-        if self.generates:
+        is_text = isinstance(inputs, str) or (isinstance(inputs, list) and inputs and isinstance(inputs[0], str))
+        if self.generates or (is_text and self._takes_prompts):
             return self.generate(inputs, batch_size, **options)
         if options:
             raise BadArgument(expected(f"no options of generate for {type(self.task).__name__}", ", ".join(options)))
@@ -80,18 +86,20 @@ class Predictor:
         rows = self._rows(data, batch_size) if len(data) else []
         return rows if several else rows[0]
 
-    def generate(
-        self, prompts: Any, batch_size: int | None = None, *, max_new_tokens: int = 64, **options: Any
-    ) -> Any:
-        """Generate text for a prompt or a conversation, or for a list of them: dicts with `prompt` and `text`."""
-        if not callable(getattr(self.task, "generate", None)):
-            raise BadArgument(expected("a task that generates text", type(self.task).__name__, "Call predict()."))
+    def generate(self, prompts: Any, batch_size: int | None = None, **options: Any) -> Any:
+        """Generate text for a prompt or a conversation, or for a list of them: dicts with `prompt` and `text`.
+
+        `options` are `max_new_tokens` and others of the task's `generate`.
+        """
+        if not self._takes_prompts:
+            do = "Call predict(), with records."
+            raise BadArgument(expected("a task that generates text for prompts", type(self.task).__name__, do))
         is_chat = isinstance(prompts, list) and bool(prompts) and all(
             isinstance(turn, Mapping) and "role" in turn for turn in prompts
         )
         single = is_chat or isinstance(prompts, str | Mapping)
         records = [{"messages": prompts}] if is_chat else [prompts] if single else list(prompts)
-        rows = list(self.generated(records, batch_size, max_new_tokens=max_new_tokens, **options))
+        rows = list(self.generated(records, batch_size, **options))
         return rows[0] if single else rows
 
     def generated(self, records: Sequence[Any], batch_size: int | None = None, **options: Any) -> Iterator[dict[str, Any]]:
