@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 # Written out here so that --help imports no torch; tests compare both with the real ones.
 EXPORT_FORMATS = {"pytorch": ".pt", "onnx": ".onnx", "torchscript": ".pt", "torch.export": ".pt2"}
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
 QUANTIZATION_RECIPES = (
     "int8-dynamic-act-int4-weight",
     "int8-dynamic-act-int8-weight",
@@ -243,6 +244,8 @@ def _add_finalize_arguments(parser: argparse.ArgumentParser) -> None:
     average.add_argument("--ema", metavar="KEY", help="which EMA of the weights to use, if there are several")
     average.add_argument("--no-ema", action="store_true", help="the weights as trained, not their EMA")
     parser.add_argument("--device", help="where to quantize: cpu or cuda")
+    types = f"also write model.gguf for llama.cpp and Ollama: {', '.join(GGUF_TYPES)}"
+    parser.add_argument("--gguf", choices=GGUF_TYPES, metavar="TYPE", help=types)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -250,7 +253,7 @@ def _finalize(args: argparse.Namespace) -> None:
     from trainformer.checkpoint import finalize
 
     ema = False if args.no_ema else args.ema
-    passed = {name: getattr(args, name) for name in ("quantize", "base", "which", "device")}
+    passed = {name: getattr(args, name) for name in ("quantize", "base", "which", "device", "gguf")}
     result = finalize(args.run, args.out, ema=ema, **passed)
     print(json.dumps(result.as_dict(), indent=2) if args.json else str(result).rstrip())
 
