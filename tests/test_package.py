@@ -7,7 +7,8 @@ import sys
 import pytest
 
 PUBLIC = {
-    "trainformer": "DatasetInfo Loss PipelineConfig PipelineContext Task TaskBase Trainer seed_everything",
+    "trainformer": "DatasetInfo Loss PipelineConfig PipelineContext Task TaskBase Trainer load seed_everything",
+    "trainformer.inference": "OnnxPredictor Predictor load",
     "trainformer.tasks": "CLIP CausalLM DPO DatasetInfo ImageClassification Loss MaskedLM MetricLearning SSL Seq2Seq "
     "Task TaskBase TextClassification TextEmbedding TokenClassification VLM find_task task_names",
     "trainformer.callbacks": "Callback CallbackList CollapseMonitor EMA EarlyStopping GradientMonitor ImageSamples "

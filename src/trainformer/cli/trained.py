@@ -27,7 +27,7 @@ from trainformer.cli.output import (
 )
 from trainformer.cli.recipes import FILE as RECIPE
 from trainformer.cli.recipes import settings_in, trainer_of
-from trainformer.core.errors import DataError, expected
+from trainformer.core.errors import BadArgument, DataError, expected
 
 if TYPE_CHECKING:
     from trainformer import Trainer
@@ -90,42 +90,52 @@ def load_trained(args: argparse.Namespace, validates: bool = False) -> Trained:
     The training data are not needed, as far as the checkpoint has a record of them. With `validates`, the validation
     data of the run are.
     """
-    from trainformer.inference.loading import load
-    from trainformer.run.torch.record import NeedsTrainingData, RecordedData, TaskRecord
+    from trainformer.distributed.process_group import Launch
+    from trainformer.inference.loading import open_folder
+    from trainformer.run.torch.record import TaskRecord
 
     run, checkpoint = find_checkpoint(args.run, args.which)
-    batch_size = getattr(args, "batch_size", None)
-    if not (run / RECIPE).is_file():  # a run of a Python program, or a checkpoint on its own
-        if validates:
-            what = "it was started by a Python program, which chose the validation data"
-            raise DataError(f"{run} has no {RECIPE}: {what}. Name some: --data DATA.")
-        predictor: Any = load(checkpoint.path, batch_size=batch_size)
-        return Trained(predictor.trainer, run, checkpoint)
     # A logger would open a run of its own, and there is nothing to resume.
     changes: dict[str, Any] = {"log": "none", "resume": None}
-    if batch_size is not None:
-        changes["eval_batch_size"] = batch_size
-    variables = variables_of(args)
-    record = TaskRecord.read(checkpoint.path)
-    recorded: dict[str, Any] = {}
-    if record is not None:
-        recorded = {"data": RecordedData(record), "val_split": None, "sampler": None, "scheduler": None}
-        if validates and settings_in(run, args.trust, variables).get("val_data") is None:
-            recorded = {}  # they are a part of the training data
-        elif not validates:
-            recorded["val_data"] = None
-    try:
+    if getattr(args, "batch_size", None) is not None:
+        changes["eval_batch_size"] = args.batch_size
+    has_recipe = (run / RECIPE).is_file()
+    if not validates and not (has_recipe and Launch.find().world_size > 1):  # a recipe knows how it is distributed
         try:
-            trainer = trainer_of(str(run), trust=args.trust, changes=changes | recorded, variables=variables)
-        except NeedsTrainingData:
-            trainer = trainer_of(str(run), trust=args.trust, changes=changes, variables=variables)
-    except DataError as error:  # on another machine, perhaps
-        do = "Name other data: --data DATA." if validates else "The data of the run are needed too."
-        raise DataError(f"{error} {do}") from error
+            return Trained(open_folder(checkpoint.path, settings={**changes, "strategy": "auto"}).trainer, run, checkpoint)
+        except (BadArgument, DataError):
+            if not has_recipe:
+                raise
+    elif not has_recipe:
+        what = "it was started by a Python program, which chose the validation data"
+        raise DataError(f"{run} has no {RECIPE}: {what}. Name some: --data DATA.")
+    trainer = _rebuilt(args, run, TaskRecord.read(checkpoint.path), validates, changes)
     # An average of the weights (EMA) belongs to a callback; parameters of the loss and class names to the task.
     parts = [key for key in checkpoint.manifest.components if key in ("model", "task") or key.startswith("callback.")]
     trainer.load(checkpoint.path, parts)
     return Trained(trainer, run, checkpoint)
+
+
+def _rebuilt(args: argparse.Namespace, run: Path, record: Any, validates: bool, changes: dict[str, Any]) -> Trainer:
+    """The trainer of a run's recipe: without the training data, if there is a record of them and that suffices."""
+    from trainformer.run.torch.record import NeedsTrainingData, RecordedData
+
+    variables = variables_of(args)
+    recorded: dict[str, Any] = {}
+    if record is not None:
+        recorded = {"data": RecordedData(record), "val_split": None, "sampler": None, "scheduler": None}
+        if not validates:
+            recorded["val_data"] = None
+        elif settings_in(run, args.trust, variables).get("val_data") is None:
+            recorded = {}  # they are a part of the training data
+    try:
+        try:
+            return trainer_of(str(run), trust=args.trust, changes=changes | recorded, variables=variables)
+        except NeedsTrainingData:
+            return trainer_of(str(run), trust=args.trust, changes=changes, variables=variables)
+    except DataError as error:  # on another machine, perhaps
+        do = "Name other data: --data DATA." if validates else "The data of the run are needed too."
+        raise DataError(f"{error} {do}") from error
 
 
 def find_checkpoint(name: str, which: str) -> tuple[Path, Checkpoint]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from trainformer.core.errors import DataError, expected
 from trainformer.core.optional import require
 from trainformer.data.folder import decode_image, read_image
+from trainformer.data.lists import is_list
 from trainformer.data.pixels import is_pil, with_channels
 
 _FORMS = "a path, a PIL image, encoded bytes, or uint8 pixels as an array or a tensor"
@@ -69,10 +70,14 @@ def as_images(inputs: Any) -> tuple[list[Any], bool]:
     return [inputs], False
 
 
-def is_dataset(inputs: Any) -> bool:
-    """Whether inputs are a folder or a list of images, or a dataset, and no single image."""
+def is_dataset(inputs: Any, of_images: bool) -> bool:
+    """Whether inputs are a dataset or where one is, and no single image or text. A string may be a text."""
     if isinstance(inputs, str | Path):
-        return os.path.isdir(inputs) or Path(inputs).suffix.lower() in (".csv", ".tsv", ".json", ".jsonl", ".parquet")
+        if not of_images:
+            return isinstance(inputs, Path)
+        return os.path.isdir(inputs) or is_list(inputs)
+    if not of_images and isinstance(inputs, tuple | Tensor | np.ndarray):
+        return True  # tensors with one row per sample
     return isinstance(inputs, torch.utils.data.Dataset | torch.utils.data.DataLoader)
 
 

@@ -35,6 +35,7 @@ from trainformer.utils.tensor_files import read_weights
 WEIGHTS = "model.safetensors"
 _CONFIG = "config.json"
 _EXPORTED = (".pt", ".pt2", ".onnx")
+_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 # The task that opens a model of transformers of which nothing else is known.
 _TASKS = {
     "causal_lm": "CausalLM",
@@ -57,30 +58,42 @@ def load(
     which: str = "last",
     ema: bool | str | None = None,
     device: Any = None,
+    precision: str | None = None,
     batch_size: int | None = None,
 ) -> Predictor | OnnxPredictor:
     """Open a trained model to predict with: a run, a checkpoint, a finalized folder, or an exported ONNX model.
 
     It predicts from raw images or texts what `Trainer.predict` predicts, without the training data. `which` chooses
     the ``"last"`` checkpoint of a run or the ``"best"``; `ema` is as in `checkpoint.finalize`. `base` is the model that
-    an adapter belongs to, if the run does not say it. A task of your own, or one with a module of your own, cannot be
+    an adapter belongs to, if the run does not say it. `precision` is that of the run by default. A task of your own, or one with a module of your own, cannot be
     built from a file: pass it as `task`, new and untrained. Nothing in the folder is executed.
     """
     place = existing(path)
     if batch_size is not None:
         check_count("batch_size", batch_size)
     if (exported := _exported(place)) is not None:
-        given = {"task": task, "base": base, "ema": ema}
+        given = {"task": task, "base": base, "ema": ema, "precision": precision}
         if unused := [name for name, value in given.items() if value is not None]:
             raise BadArgument(expected("device and batch_size alone for an exported model", ", ".join(unused)))
         return OnnxPredictor(exported, device, batch_size)
+    own = {"device": device, "precision": precision, "eval_batch_size": batch_size}
+    return open_folder(place, task, base, which, ema, {name: value for name, value in own.items() if value is not None})
+
+
+def open_folder(
+    place: Path,
+    task: Any = None,
+    base: str | Path | None = None,
+    which: str = "last",
+    ema: bool | str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Predictor:
+    """`load` of a run, a checkpoint or a finalized folder; `settings` are those of the trainer."""
     checkpoint = None if _is_finalized(place) else choose_checkpoint(place, which)[0]
     folder = place if checkpoint is None else checkpoint.path
     record = TaskRecord.read(folder) or _guess(folder, task)
     task = record.build(**_changes(record, folder, base)) if task is None else task
-    settings = {**_SETTINGS, **record.settings, "device": device}
-    if batch_size is not None:
-        settings["eval_batch_size"] = batch_size
+    settings = {**_SETTINGS, **record.settings, **(settings or {})}
     silent = quiet() if hasattr(task, "model_name") else nullcontext()
     with preserved_generators(), silent:
         trainer = Trainer(task, RecordedData(record), num_workers=0, **settings)
@@ -162,8 +175,12 @@ def _changes(record: TaskRecord, folder: Path, base: str | Path | None) -> dict[
     changes: dict[str, Any] = {}
     if "model_name" in names:
         changes = {name: str(folder) for name in ("tokenizer", "processor") if name in names}
+        changes["attention"] = _safe_attention(record)
         if not is_adapter:
             changes |= {"model_name": str(folder), "adapter": None, "model_kwargs": {}}
+        elif not _is_safe(record.arguments.get("model_kwargs")):
+            do = "Make the task yourself and pass it as task=."
+            raise BadArgument(expected("model_kwargs that are numbers", record.arguments["model_kwargs"], do))
         elif base is not None:
             changes["model_name"] = str(base)
         elif "model_name" in record.opaque:
@@ -176,6 +193,18 @@ def _changes(record: TaskRecord, folder: Path, base: str | Path | None) -> dict[
     if "augment" in record.opaque:  # it is for training
         changes["augment"] = None if record.task in ("SSL", "CLIP") else "none"
     return changes
+
+
+def _safe_attention(record: TaskRecord) -> str | None:
+    """The name of a kernel may be that of a repository, whose code transformers would run."""
+    name = record.arguments.get("attention")
+    return name if name in _ATTENTION else None
+
+
+def _is_safe(options: Any) -> bool:
+    """Whether options of `from_pretrained` cannot make it run code or open pickles: numbers are of the model's config."""
+    values = options.values() if isinstance(options, Mapping) else [] if options is None else [options]
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
 def _vision_changes(record: TaskRecord, is_adapter: bool) -> dict[str, Any]:

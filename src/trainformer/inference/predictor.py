@@ -74,7 +74,7 @@ class Predictor:
             return self.generate(inputs, batch_size, **options)
         if options:
             raise BadArgument(expected(f"no options of generate for {type(self.task).__name__}", ", ".join(options)))
-        if is_dataset(inputs):
+        if is_dataset(inputs, of_images=hasattr(self.task, "preprocessing")):
             return self._rows(inputs, batch_size)
         if hasattr(self.task, "preprocessing"):
             images, several = as_images(inputs)

@@ -77,8 +77,9 @@ def rows_of(columns: Columns) -> list[dict[str, Any]]:
 
 
 def _plain(column: Any) -> list[Any]:
-    plain: list[Any] = column.tolist() if hasattr(column, "tolist") else list(column)
-    return plain
+    if hasattr(column, "tolist"):
+        return list(column.tolist())
+    return [value.tolist() if hasattr(value, "tolist") else value for value in column]
 
 
 # -- files -------------------------------------------------------------------------------------------------
@@ -141,7 +142,9 @@ def _arrow(column: Any) -> Any:
     """A column for Arrow, without a Python object for each number."""
     arrow = require("pyarrow", "datasets", "to write Parquet")
     if not hasattr(column, "numpy"):
-        values = list(column)
+        values = _plain(column)
+        if values and hasattr(column[0], "tolist"):
+            return arrow.array(values)  # tensors of unequal shapes
         if values and isinstance(values[0], list):
             return arrow.array(values, arrow.list_(arrow.string()))  # names, of which there may be none
         return arrow.array(values)

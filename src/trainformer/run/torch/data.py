@@ -103,7 +103,8 @@ def load(task: Any, data: Any) -> Any:
     ):
         return data
     kinds = "a path, a tuple of tensors, a Dataset, a DataLoader (or another iterable of batches), or a DataSource"
-    raise BadArgument(expected(f"data to be {kinds}", type(data).__name__))
+    do = "To use a trained model without its data, call trainformer.load(folder)." if data is None else ""
+    raise BadArgument(expected(f"data to be {kinds}", type(data).__name__, do))
 
 
 def is_loader(data: Any) -> bool:

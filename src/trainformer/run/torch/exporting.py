@@ -59,7 +59,7 @@ class Export:
 
     def _description(self) -> dict[str, Any] | None:
         task = self.task
-        if not hasattr(task, "preprocessing"):
+        if getattr(task, "prediction_name", None) is None:
             return None
         spec, names = task.preprocessing, getattr(task, "class_names", None)
         return {
@@ -89,8 +89,8 @@ class Export:
 
 
 def _no_preprocessing(task: Any) -> str:
-    if not hasattr(task, "preprocessing"):
-        what = "a task on images to put the preprocessing in the graph"
+    if getattr(task, "prediction_name", None) is None:
+        what = "a task with one prediction per image to put the preprocessing in the graph"
         return expected(what, type(task).__name__, "Leave preprocess out.")
     return (
         "Expected a model that was trained on pixels (files, or uint8 tensors) to put the preprocessing in the graph, "

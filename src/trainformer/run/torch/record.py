@@ -144,6 +144,10 @@ class RecordedData:
                 f"{type(task).__name__} reads the training data (inspect_dataset), and does not say what it learned "
                 "from them. Define learned() and use_learned(learned) on the task; see docs/tasks.md."
             )
+        for field in dataclasses.fields(task) if dataclasses.is_dataclass(task) else ():
+            value = self.record.arguments.get(field.name)
+            if field.init and value is not None and getattr(task, field.name) is None:
+                setattr(task, field.name, _decoded(value))  # what was left to the data
         if provides(task, "use_learned") and self.record.learned:
             try:
                 task.use_learned(self.record.learned)

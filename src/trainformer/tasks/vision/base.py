@@ -61,7 +61,7 @@ class VisionTask(TaskBase):
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     needs_labels: ClassVar[bool] = True
-    prediction_name: ClassVar[str] = "embedding"  # what `prediction_module` returns
+    prediction_name: ClassVar[str | None] = None  # what `prediction_module` returns, if the task has one output per image
 
     @property
     @abstractmethod
@@ -286,8 +286,8 @@ class VisionTask(TaskBase):
 
     @property
     def preprocessing(self) -> ImagePreprocessing | None:
-        """What happens to pixels before the model; None while it is unknown: before training, or for float images."""
-        if self._trained_on == "floats" or self._channels is None:
+        """What happens to pixels before the model; None if it is unknown: before training, or for float images."""
+        if self.prediction_name is None or self._trained_on == "floats" or self._channels is None:
             return None
         config, channels = self._config, self._channels
         crops = self._trained_on != "pixels" and config.crop_mode != "squash"

@@ -113,6 +113,7 @@ class SSL(VisionTask):
 
     needs_labels = False
     open_set = True
+    prediction_name = "embedding"
 
     def __post_init__(self) -> None:
         self.method = check_method(self.method, self.version)
