@@ -17,6 +17,7 @@ from trainformer.cli.app import Command
 from trainformer.cli.output import check_free, note, positive, stdout_to_stderr
 from trainformer.cli.trained import add_batch_size_argument, add_run_arguments, load_trained
 from trainformer.core.optional import require
+from trainformer.run import run_of
 from trainformer.run.predictions import FORMATS, SUFFIXES, WRITERS, Columns, write_file
 
 if TYPE_CHECKING:
@@ -55,21 +56,16 @@ def _run(args: argparse.Namespace) -> None:
     printed = sys.stdout
     with stdout_to_stderr():
         trained = load_trained(args)
-        trainer, predictor = trained.trainer, trained.predictor
+        run, predictor = run_of(trained.trainer), trained.predictor
         if predictor.generates:
             batches = _generated(predictor, args.data, args.max_new_tokens)
         else:
-            from trainformer.run import run_of
-
-            batches = run_of(trainer).predicted_columns(args.data)
-        if not trainer.is_main:
-            for _ in batches:  # each rank predicts its part
-                pass
-            return
+            batches = run.predicted_columns(args.data)
         if args.out is None:
-            WRITERS[args.format](batches, printed)
-        else:
-            count = write_file(batches, args.out, args.format)
+            run.consume_on_main(batches, lambda found: WRITERS[args.format](found, printed))
+            return
+        count = run.consume_on_main(batches, lambda found: write_file(found, args.out, args.format))
+        if run.process_group.is_main:
             note(f"wrote {count} predictions of {trained.checkpoint.path} to {args.out}")
 
 

@@ -68,7 +68,10 @@ class _RecordIds(Sequence[Any]):
             do = "Give every record one, or none."
             raise DataError(expected(f"record {index} to have {self._key!r} as the first has", "none", do))
         value = _plain(value)
-        return value if isinstance(value, self._kind) else str(value)
+        if not isinstance(value, self._kind):
+            do = "Write all of them as strings."
+            raise DataError(expected(f"ids of one type, as {self._kind.__name__} of the first record", value, do))
+        return value
 
 
 def _plain(value: Any) -> str | int:

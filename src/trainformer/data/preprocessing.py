@@ -90,8 +90,8 @@ class ImagePreprocessing:
 
     def module(self) -> nn.Module:
         """A module that does the same to a batch (N, C, H, W) of uint8 images of any size, to be exported."""
+        do = "Export without it, and prepare the images as preprocessing.json says."
         if self.channels not in _MODES:
-            do = "Export without it, and prepare the images as preprocessing.json says."
             raise BadArgument(expected("images with 1 or 3 channels to put the preprocessing in", self.channels, do))
         if self.interpolation not in _FILTERS:
             raise BadArgument(expected(f"an interpolation among {', '.join(_FILTERS)}", self.interpolation, do))
@@ -140,10 +140,8 @@ def resized(image: Any, size: tuple[int, int], interpolation: str) -> Any:
 
 
 def _resized_pil(image: Any, size: tuple[int, int], method: Any) -> Any:
-    # Pillow resizes horizontally first; version 13 does so last for images that become lower and wider.
-    if image.height > size[0] and image.width < size[1]:
-        image = image.resize((size[1], image.height), method)
-    return image.resize((size[1], size[0]), method)
+    # One direction at a time: Pillow 13 chooses the order by its cost, and rounds after each.
+    return image.resize((size[1], image.height), method).resize((size[1], size[0]), method)
 
 
 class Normalization(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,9 @@ def export_model(
         _try_out(exported, known)
     draft = path.with_name(f".{path.stem}.{os.getpid()}.tmp{suffix}")
     try:
-        write(exported, known, draft)
+        with warnings.catch_warnings():  # exporters warn of what the comparison finds
+            warnings.simplefilter("ignore")
+            write(exported, known, draft)
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

@@ -30,6 +30,7 @@ FILE = "task.json"
 _VERSION = 1
 # Settings that affect what a model predicts.
 _SETTINGS = ("precision", "channels_last", "matmul_precision", "sdpa_backend", "seed", "batch_size", "eval_batch_size")
+_FROM_DATA = ("num_classes", "class_names", "problem")  # arguments that may be left to the data
 _TUPLE, _ADAPTER = "tuple", "adapter"
 _ADAPTERS = ("LoRA", "QLoRA", "PrefixTuning")
 
@@ -144,10 +145,10 @@ class RecordedData:
                 f"{type(task).__name__} reads the training data (inspect_dataset), and does not say what it learned "
                 "from them. Define learned() and use_learned(learned) on the task; see docs/tasks.md."
             )
-        for field in dataclasses.fields(task) if dataclasses.is_dataclass(task) else ():
-            value = self.record.arguments.get(field.name)
-            if field.init and value is not None and getattr(task, field.name) is None:
-                setattr(task, field.name, _decoded(value))  # what was left to the data
+        for name in _FROM_DATA:
+            value = self.record.arguments.get(name)
+            if value is not None and getattr(task, name, value) is None:
+                setattr(task, name, _decoded(value))
         if provides(task, "use_learned") and self.record.learned:
             try:
                 task.use_learned(self.record.learned)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -151,14 +151,26 @@ class TorchRun(Run):
         return self._evaluation.predicted_columns(data, batch_size)
 
     def write_predictions(self, data: Any, path: Path, batch_size: int | None = None, format: str | None = None) -> int:
-        """Write predictions to a file as they are made; returns their number. Rank 0 writes."""
+        """Write predictions to a file as they are made; returns their number. A collective: rank 0 writes."""
         form = format or format_of(path)
         if form == "parquet":
             require("pyarrow", "datasets", "to write Parquet")
-        batches = self.predicted_columns(data, batch_size)
-        if self.process_group.is_main:
-            return write_file(batches, path, form)
-        return sum(len(batch["index"]) for batch in batches)
+        return self.consume_on_main(self.predicted_columns(data, batch_size), lambda b: write_file(b, path, form))
+
+    def consume_on_main(self, batches: Iterator[Columns], function: Callable[[Iterator[Columns]], int]) -> int:
+        """Call a function with batches on rank 0, and return its result. If it fails there, all ranks fail."""
+        if not self.process_group.is_main:
+            _exhaust(batches)
+
+        def consume() -> int:
+            try:
+                return function(batches)
+            except Exception:
+                if not self.process_group.is_single_process:
+                    _exhaust(batches)  # the other ranks predict on
+                raise
+
+        return int(self.process_group.run_on_main(consume))
 
     def exported(self, input_shape: tuple[int, ...] | None, preprocess: bool) -> Export:
         """The model to export, with its preprocessing. A collective."""
@@ -216,6 +228,11 @@ class TorchRun(Run):
     def restore_trained(self, state: dict[str, Any]) -> None:
         """Restore what `trained_state` returned."""
         load_components([c for c in self.components() if c.key in state], state)
+
+
+def _exhaust(batches: Iterator[Any]) -> None:
+    for _ in batches:
+        pass
 
 
 def _low_precision(parameters: Iterable[Tensor]) -> str:
