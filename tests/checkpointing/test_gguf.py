@@ -17,13 +17,23 @@ from trainformer.tasks import CausalLM, MaskedLM
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
-    **{"vocab_size": 330, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
-    **{"bos_token_id": 0, "eos_token_id": 1},
+    "vocab_size": 330,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
 }
 LLAMA3 = {
-    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    **{"original_max_position_embeddings": 32, "rope_theta": 500000.0},
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 500000.0,
 }
 CONFIGS = {
     "llama": transformers.LlamaConfig(**SIZES),
@@ -131,7 +141,12 @@ def test_what_llama_cpp_would_compute_differently_is_refused(tmp_path):
         "rotary": llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
         "scale_attn": gpt2(scale_attn_by_inverse_layer_idx=True),
         "a model of llama": transformers.OPTConfig(
-            vocab_size=330, hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=32
+            vocab_size=330,
+            hidden_size=32,
+            ffn_dim=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            word_embed_proj_dim=32,
         ),
     }
     for said, config in odd.items():

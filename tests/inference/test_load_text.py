@@ -1,6 +1,6 @@
-"""`trainformer.load` of text models: the same text and probabilities as in training; folders of transformers; adapters."""
+"""`trainformer.load` of text models: the same text and probabilities as in training; transformers; adapters."""
 
-import hashlib
+import dataclasses
 import json
 import shutil
 
@@ -21,6 +21,7 @@ from text_toys import (
 )
 from trainformer.adapters import LoRA
 from trainformer.checkpoint import finalize
+from trainformer.checkpointing.manifest import FileRecord, Manifest
 from trainformer.cli import main
 from trainformer.core.errors import BadArgument
 from trainformer.tasks import CausalLM, Seq2Seq, TextClassification, TextEmbedding
@@ -57,7 +58,11 @@ def test_a_language_model_generates_as_in_training(tmp_path):
 
 @pytest.mark.parametrize("problem", ["single", "multi", "regression"])
 def test_a_classifier_predicts_as_in_training(tmp_path, problem):
-    label = {"single": lambda r: r["label"], "multi": lambda r: [r["label"], "any"], "regression": lambda r: len(r["text"])}
+    label = {
+        "single": lambda r: r["label"],
+        "multi": lambda r: [r["label"], "any"],
+        "regression": lambda r: len(r["text"]),
+    }
     data = [{**record, "label": label[problem](record)} for record in LABELLED]
     data = [{**record, "label": float(record["label"])} for record in data] if problem == "regression" else data
     task = TextClassification(
@@ -105,11 +110,10 @@ def test_an_adapter_is_loaded_onto_its_base(tmp_path):
         content["arguments"]["model_kwargs"] = options
         stranger = shutil.copytree(file.parent, tmp_path / "stranger", dirs_exist_ok=True)
         (stranger / "task.json").write_text(json.dumps(content))
-        manifest = json.loads((stranger / "manifest.json").read_text())
-        (entry,) = [each for each in manifest["components"]["assets"] if each["name"] == "task.json"]
-        data = (stranger / "task.json").read_bytes()
-        entry |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        (stranger / "manifest.json").write_text(json.dumps(manifest))
+        manifest = Manifest.read(stranger)
+        files = {key: [r.name for r in records] for key, records in manifest.components.items()}
+        components = {key: [FileRecord.of(stranger, name) for name in names] for key, names in files.items()}
+        (stranger / "manifest.json").write_bytes(dataclasses.replace(manifest, components=components).to_bytes())
         with pytest.raises(BadArgument, match=said):
             trainformer.load(stranger, base=base)
 

@@ -171,10 +171,10 @@ def test_ids_of_records(tmp_path):
 
 def test_ids_follow_a_loader_that_keeps_the_order(trainer):
     class Named(TensorDataset):
-        ids = [f"n{number}" for number in range(10)]
+        ids = tuple(f"n{number}" for number in range(10))
 
     data = Named(*classes(10))
     wanted = [row["id"] for row in trainer.predict(data)]
-    assert wanted == Named.ids
+    assert wanted == list(Named.ids)
     assert [row["id"] for row in trainer.predict(DataLoader(data, batch_size=3))] == wanted
     assert [row["id"] for row in trainer.predict(DataLoader(data, batch_size=3, shuffle=True))] == list(range(10))

@@ -102,7 +102,9 @@ def load_trained(args: argparse.Namespace, validates: bool = False) -> Trained:
     has_recipe = (run / RECIPE).is_file()
     if not validates and not (has_recipe and Launch.find().world_size > 1):  # a recipe knows how it is distributed
         try:
-            return Trained(open_folder(checkpoint.path, settings={**changes, "strategy": "auto"}).trainer, run, checkpoint)
+            return Trained(
+                open_folder(checkpoint.path, settings={**changes, "strategy": "auto"}).trainer, run, checkpoint
+            )
         except (BadArgument, DataError):
             if not has_recipe:
                 raise

@@ -1,4 +1,4 @@
-"""Ids of samples, by which predictions can be joined with what was predicted: file names, ids of records, row numbers."""
+"""Ids of samples, by which predictions can be joined with other data: file names, ids of records, row numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,19 @@ from trainformer.data.fetcher import unwrap_subsets
 from trainformer.data.folder import ImageFiles, LabelledFiles
 from trainformer.data.labels import HF_DATASET, is_instance_of
 
-ID_KEYS = ("id", "idx", "uid", "uuid", "guid", "sample_id", "record_id", "image_id", "example_id", "file_name", "__key__")
+ID_KEYS = (
+    "id",
+    "idx",
+    "uid",
+    "uuid",
+    "guid",
+    "sample_id",
+    "record_id",
+    "image_id",
+    "example_id",
+    "file_name",
+    "__key__",
+)
 
 
 def sample_ids(dataset: Any) -> Iterator[Any]:

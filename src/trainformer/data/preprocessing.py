@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,8 @@ class ImagePreprocessing:
     """How pixels become the input of a model.
 
     An image is resized to cover `cover` (height, width) with its aspect ratio kept, and its center is cropped to
-    `size`; without `cover` it is stretched to `size`. Then ``(pixel / 255 - mean) / std``, one mean and std per channel.
+    `size`; without `cover` it is stretched to `size`. Then ``(pixel / 255 - mean) / std``, with one mean and std per
+    channel.
 
     >>> import numpy as np
     >>> gray = ImagePreprocessing((32, 32), (36, 36), "bicubic", (0.5,), (0.25,))
@@ -85,7 +86,9 @@ class ImagePreprocessing:
             if len(mean) != len(std) or len(mean) != given["channels"] or not all(std):
                 raise ValueError("not one mean and one std per channel")
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"Expected a description of the preprocessing, received something else ({error}).") from None
+            raise DataError(
+                f"Expected a description of the preprocessing, received something else ({error})."
+            ) from None
         return known
 
     def module(self) -> nn.Module:

@@ -65,8 +65,9 @@ def load(
 
     It predicts from raw images or texts what `Trainer.predict` predicts, without the training data. `which` chooses
     the ``"last"`` checkpoint of a run or the ``"best"``; `ema` is as in `checkpoint.finalize`. `base` is the model that
-    an adapter belongs to, if the run does not say it. `precision` is that of the run by default. A task of your own, or one with a module of your own, cannot be
-    built from a file: pass it as `task`, new and untrained. Nothing in the folder is executed.
+    an adapter belongs to, if the run does not say it. `precision` is that of the run by default. A task of your own, or
+    one with a module of your own, cannot be built from a file: pass it as `task`, new and untrained. Nothing in the
+    folder is executed.
     """
     place = existing(path)
     if batch_size is not None:
@@ -139,8 +140,11 @@ def _exported(place: Path) -> Path | None:
 def _is_finalized(place: Path) -> bool:
     """Whether a folder holds a model of its own, and is no checkpoint."""
     names = ("finalized.json", _CONFIG)
-    return place.is_dir() and not is_checkpoint(place) and bool(list(place.glob("*.safetensors"))) and any(
-        (place / name).is_file() for name in names
+    return (
+        place.is_dir()
+        and not is_checkpoint(place)
+        and bool(list(place.glob("*.safetensors")))
+        and any((place / name).is_file() for name in names)
     )
 
 
@@ -159,8 +163,8 @@ def _guess(folder: Path, task: Any) -> TaskRecord:
             raise DataError(f"Expected the configuration of a model in {folder / _CONFIG}: {error}") from error
     if kind not in _TASKS:
         raise DataError(
-            f"Expected task.json in {folder}, which describes the task, received none: the model was trained by another "
-            "entry point, or by an older version. Pass the task: trainformer.load(folder, task=...)."
+            f"Expected task.json in {folder}, which describes the task, received none: the model was trained by "
+            "another entry point, or by an older version. Pass the task: trainformer.load(folder, task=...)."
         )
     found: Any = find_task(_TASKS[kind])
     return TaskRecord(found.__name__, found.__module__, {"model_name": str(folder)}, {}, DatasetInfo(), {}, {})
@@ -202,7 +206,7 @@ def _safe_attention(record: TaskRecord) -> str | None:
 
 
 def _is_safe(options: Any) -> bool:
-    """Whether options of `from_pretrained` cannot make it run code or open pickles: numbers are of the model's config."""
+    """Whether options of `from_pretrained` cannot make it run code or open pickles. Numbers belong to the config."""
     values = options.values() if isinstance(options, Mapping) else [] if options is None else [options]
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 

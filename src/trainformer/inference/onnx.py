@@ -36,7 +36,9 @@ class OnnxPredictor:
         check_count("batch_size", self.batch_size)
         if description.get("test_time_augmentation") and not self._in_graph:
             do = "Export with preprocess=True, which has the views in the graph, or load the run."
-            raise BadArgument(expected("a model without test-time augmentation", description["test_time_augmentation"], do))
+            raise BadArgument(
+                expected("a model without test-time augmentation", description["test_time_augmentation"], do)
+            )
         self._session = _session(runtime, file, device)
         self._input = self._session.get_inputs()[0].name
 

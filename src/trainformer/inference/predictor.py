@@ -94,15 +94,19 @@ class Predictor:
         if not self._takes_prompts:
             do = "Call predict(), with records."
             raise BadArgument(expected("a task that generates text for prompts", type(self.task).__name__, do))
-        is_chat = isinstance(prompts, list) and bool(prompts) and all(
-            isinstance(turn, Mapping) and "role" in turn for turn in prompts
+        is_chat = (
+            isinstance(prompts, list)
+            and bool(prompts)
+            and all(isinstance(turn, Mapping) and "role" in turn for turn in prompts)
         )
         single = is_chat or isinstance(prompts, str | Mapping)
         records = [{"messages": prompts}] if is_chat else [prompts] if single else list(prompts)
         rows = list(self.generated(records, batch_size, **options))
         return rows[0] if single else rows
 
-    def generated(self, records: Sequence[Any], batch_size: int | None = None, **options: Any) -> Iterator[dict[str, Any]]:
+    def generated(
+        self, records: Sequence[Any], batch_size: int | None = None, **options: Any
+    ) -> Iterator[dict[str, Any]]:
         """The prompts of records and the text generated for each, in order, a batch at a time."""
         size = batch_size or self.trainer.eval_batch_size or self.trainer.batch_size
         tokenizer = self.task.text_tokenizer
@@ -129,5 +133,3 @@ class Predictor:
             values = zip(*(batch[name] for name in names), strict=True)
             rows += [dict(zip(names, row, strict=True)) for row in values]
         return rows
-
-

@@ -139,9 +139,7 @@ def _write_onnx(model: nn.Module, signature: Signature, path: Path) -> None:
         verbose=False,
     )
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    _compare(
-        model, lambda x: torch.from_numpy(session.run(None, {signature.input: x.numpy()})[0]), signature, "ONNX"
-    )
+    _compare(model, lambda x: torch.from_numpy(session.run(None, {signature.input: x.numpy()})[0]), signature, "ONNX")
 
 
 def _compare(model: nn.Module, other: Callable[[Tensor], Tensor], signature: Signature, format: str) -> None:

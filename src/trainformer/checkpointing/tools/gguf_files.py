@@ -1,7 +1,7 @@
 """GGUF files for llama.cpp and Ollama: weights, tokenizer and chat template of a causal language model in one file.
 
-Owns which models can be written: those of which llama.cpp computes the same. Names of tensors and the format itself come
-from the package gguf. Tensors are converted one at a time, and the file is read back and compared.
+Owns which models can be written: those of which llama.cpp computes the same. Names of tensors and the format itself
+come from the package gguf. Tensors are converted one at a time, and the file is read back and compared.
 """
 
 from __future__ import annotations
@@ -138,8 +138,9 @@ def _context(config: Any) -> int:
     """Positions; with a sliding window no more than that: llama.cpp would attend to all tokens."""
     positions: int = config.max_position_embeddings
     window = getattr(config, "sliding_window", None)
-    slides = window and getattr(config, "use_sliding_window", True)
-    return min(positions, int(window)) if slides else positions
+    if window is None or not getattr(config, "use_sliding_window", True):
+        return positions
+    return min(positions, int(window))
 
 
 def _head_width(config: Any) -> int:
@@ -274,5 +275,3 @@ def _check(path: Path, tensors: list[_Stored], kind: str) -> None:
         rounding = {"f32": 0.0, "f16": 2**-10, "bf16": 2**-7, "q8_0": 1 / 100}[tensor.kind] * largest
         if not float(np.abs(again - values).max(initial=0.0)) <= rounding:
             raise DataError(f"{path.name} was read back with another {name} than was written.")
-
-

@@ -83,8 +83,14 @@ def _write_sentencepiece(
     kinds = require("gguf", "gguf", "to write GGUF files").TokenType
     parts = [part for part in _parts(spec.get("normalizer")) + _parts(spec.get("pre_tokenizer")) if part]
     known = {"Prepend", "Replace", "Metaspace"}
-    if not parts or any(part["type"] not in known for part in parts) or _SPACE not in json.dumps(parts, ensure_ascii=False):
-        raise BadArgument(expected("a tokenizer that writes spaces as SentencePiece does", [p.get("type") for p in parts]))
+    if (
+        not parts
+        or any(part["type"] not in known for part in parts)
+        or _SPACE not in json.dumps(parts, ensure_ascii=False)
+    ):
+        raise BadArgument(
+            expected("a tokenizer that writes spaces as SentencePiece does", [p.get("type") for p in parts])
+        )
     prefix = any(p["type"] == "Prepend" or p.get("prepend_scheme") in ("first", "always") for p in parts)
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(merges):

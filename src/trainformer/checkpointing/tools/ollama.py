@@ -79,7 +79,8 @@ def turn_texts(tokenizer: Any) -> TurnTexts | None:
     >>> class Words:
     ...     bos_token = None
     ...     def apply_chat_template(self, turns, tokenize, add_generation_prompt):
-    ...         return "".join(f"<{t['role']}>{t['content']}</s>" for t in turns) + "<assistant>" * add_generation_prompt
+    ...         text = "".join(f"<{t['role']}>{t['content']}</s>" for t in turns)
+    ...         return text + "<assistant>" * add_generation_prompt
     ...     def __call__(self, text):
     ...         return {"input_ids": []}
     >>> turn_texts(Words()).around["user"]

@@ -35,7 +35,7 @@ class Export:
             if input_shape is not None:
                 what = "no input_shape with preprocess=True"
                 raise BadArgument(expected(what, input_shape, "The graph takes images of any size."))
-            self.module = nn.Sequential(spec.module(), task.prediction_module(model))
+            self.module: nn.Module = nn.Sequential(spec.module(), task.prediction_module(model))
             self.signature: Signature | None = Signature(
                 (spec.channels, None, None), torch.uint8, "images", task.prediction_name
             )
@@ -79,8 +79,13 @@ class Export:
             "format": format,
             "preprocessing_in_graph": self.preprocess,
             "activation_in_graph": self.preprocess and description["activation"] is not None,
-            "input": None if signature is None else {"name": signature.input, "shape": ["batch", *signature.shape],
-                                                     "dtype": str(signature.dtype).removeprefix("torch.")},
+            "input": None
+            if signature is None
+            else {
+                "name": signature.input,
+                "shape": ["batch", *signature.shape],
+                "dtype": str(signature.dtype).removeprefix("torch."),
+            },
             "output": None if signature is None else signature.output,
         }
         here = {name: entry for name, entry in models.items() if (written.parent / name).is_file()}
@@ -94,7 +99,7 @@ def _no_preprocessing(task: Any) -> str:
         return expected(what, type(task).__name__, "Leave preprocess out.")
     return (
         "Expected a model that was trained on pixels (files, or uint8 tensors) to put the preprocessing in the graph, "
-        "received one that was trained on float images, of which only you know how they were made. Leave preprocess out."
+        "received one that was trained on float images, and only you know how they were made. Leave preprocess out."
     )
 
 

@@ -88,7 +88,9 @@ class TaskRecord:
         try:
             content = decode_json(file.read_bytes())
             if content.pop("version") != _VERSION:
-                raise BadArgument(expected(f"{file} of version {_VERSION}", "another", "Use the trainformer it is from."))
+                raise BadArgument(
+                    expected(f"{file} of version {_VERSION}", "another", "Use the trainformer it is from.")
+                )
             info = content.pop("info")
             known = {field.name for field in dataclasses.fields(DatasetInfo)}
             metadata = DatasetInfo(**{name: value for name, value in info.items() if name in known})

@@ -61,7 +61,9 @@ class VisionTask(TaskBase):
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     needs_labels: ClassVar[bool] = True
-    prediction_name: ClassVar[str | None] = None  # what `prediction_module` returns, if the task has one output per image
+    prediction_name: ClassVar[str | None] = (
+        None  # what `prediction_module` returns, if the task has one output per image
+    )
 
     @property
     @abstractmethod
@@ -292,8 +294,10 @@ class VisionTask(TaskBase):
         config, channels = self._config, self._channels
         crops = self._trained_on != "pixels" and config.crop_mode != "squash"
         geometry = replace(config, size=self._size or config.size)
-        mean, std = (values if len(values) == channels == 3 else (sum(values) / len(values),) * channels
-                     for values in (config.mean, config.std))
+        mean, std = (
+            values if len(values) == channels == 3 else (sum(values) / len(values),) * channels
+            for values in (config.mean, config.std)
+        )
         cover = cover_of(geometry) if crops else None
         return ImagePreprocessing(geometry.size, cover, config.interpolation, mean, std)
 
