@@ -24,6 +24,7 @@ PAGES = [*EXAMPLES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 SLOW = {
     "README.md",
     "cli.md",
+    "deploy.md",
     "getting-started.md",
     "image-classification.md",
     "jax.md",

@@ -7,8 +7,9 @@ import sys
 import pytest
 
 PUBLIC = {
-    "trainformer": "DatasetInfo Loss Mixture OptimizerConfig PipelineConfig PipelineContext Task TaskBase Trainer "
+    "trainformer": "DatasetInfo Loss Mixture OptimizerConfig PipelineConfig PipelineContext Task TaskBase Trainer load "
     "log_metric seed_everything",
+    "trainformer.inference": "OnnxPredictor Predictor load",
     "trainformer.tasks": "CLIP CausalLM DPO DatasetInfo ImageClassification Loss MaskedLM MetricLearning "
     "OptimizerConfig SSL Seq2Seq Task TaskBase TextClassification TextEmbedding TokenClassification VLM "
     "find_task task_names",

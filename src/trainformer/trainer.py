@@ -6,11 +6,8 @@ import inspect
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
-from torch import Tensor
-
-from trainformer.backends.torch.export import export_model
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.progress import ProgressBar
 from trainformer.distributed import is_main_process
@@ -18,7 +15,6 @@ from trainformer.run import RunSettings, TorchRun
 from trainformer.run.fit import fit
 from trainformer.run.torch.api import TorchTrainerApi
 from trainformer.run.torch.preflight import CheckReport, check_run
-from trainformer.tasks.base import provides
 from trainformer.utils.console import PipeConsole
 
 
@@ -96,9 +92,23 @@ class Trainer(RunSettings, TorchTrainerApi):
         """Metrics named ``val/...`` on the validation data, or on other data; of a dict of data, ``val/NAME/...``."""
         return self._run.evaluate_on(data, batch_size)
 
-    def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, Tensor]]:
-        """Predictions of the task: one dict per sample, in input order."""
-        return self._run.predict(data, batch_size)
+    @overload
+    def predict(self, data: Any, batch_size: int | None = None, out: None = None) -> list[dict[str, Any]]: ...
+
+    @overload
+    def predict(self, data: Any, batch_size: int | None = None, *, out: str | Path) -> Path: ...
+
+    def predict(self, data: Any, batch_size: int | None = None, out: Any = None) -> Any:
+        """Predictions of the task: one dict per sample, in input order, with its `id` and what the task returns.
+
+        An id is the name of a file relative to its folder, the `id` of a record, or the row number. With `out`, a
+        ``.parquet``, ``.jsonl`` or ``.csv`` file, predictions are written there batch by batch, with class names, and
+        the path is returned. A file appears complete or not at all.
+        """
+        if out is None:
+            return self._run.predict(data, batch_size)
+        self._run.write_predictions(data, Path(out), batch_size)
+        return Path(out)
 
     def load(self, path: str | Path, components: Collection[str] | None = None) -> Trainer:
         """Load a file that `save` wrote, a checkpoint folder, or a run folder (its newest checkpoint).
@@ -109,16 +119,23 @@ class Trainer(RunSettings, TorchTrainerApi):
         self._run.load(Path(path), components)
         return self
 
-    def export(self, path: str | Path, format: str = "pytorch", input_shape: tuple[int, ...] | None = None) -> str:
-        """Export the model: ``pytorch``, ``onnx``, ``torchscript`` or ``torch.export``.
+    def export(
+        self,
+        path: str | Path,
+        format: str = "pytorch",
+        input_shape: tuple[int, ...] | None = None,
+        *,
+        preprocess: bool = False,
+    ) -> str:
+        """Export the model: ``pytorch``, ``onnx``, ``torchscript`` or ``torch.export``; returns the path.
 
-        `input_shape` is that of one sample, without the batch dimension; by default that of the data.
+        `input_shape` is that of one sample, without the batch dimension; by default that of the data. With
+        `preprocess`, the preprocessing of images is part of the graph: it takes uint8 images (N, C, H, W) of any size
+        and returns probabilities (or embeddings). How to prepare images for other exports, the classes and the
+        activation are in ``preprocessing.json`` beside the file.
         """
-        shape = input_shape or getattr(self.task, "input_shape", None) or self._run.info.input_shape
-        model = self._run.unsharded_model()
-        if provides(self.task, "export_module"):
-            model = self.task.export_module(model)
-        return self._run.process_group.run_on_main(lambda: str(export_model(model, Path(path), format, shape)))
+        exported = self._run.exported(input_shape, preprocess)
+        return self._run.process_group.run_on_main(lambda: str(exported.write(Path(path), format)))
 
     def was_set(self, name: str) -> bool:
         """Whether the user passed a setting, whatever its value."""

@@ -122,7 +122,7 @@ def test_inspecting_a_checkpoint(trainer, path):
     assert found.metrics == {k: v for k, v in trainer.state.log_history[-1].items() if k not in ("step", "epoch")}
     assert found.versions["torch"] == torch.__version__
     assert abs(found.time - found.path.stat().st_mtime) < 60
-    assert [part.key for part in found.parts] == EVERY_COMPONENT
+    assert [part.key for part in found.parts] == [*EVERY_COMPONENT, "assets"]
     sizes = {name: (found.path / name).stat().st_size for part in found.parts for name in part.files}
     assert found.size == sum(sizes.values())
     assert set(sizes) | {"manifest.json"} == {p.name for p in found.path.iterdir()}

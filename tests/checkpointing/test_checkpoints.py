@@ -50,7 +50,7 @@ def test_a_checkpoint_is_a_folder_others_can_read():
     folder = Path("run/checkpoints/step_00000020")
     assert sorted(p.name for p in folder.iterdir()) == [
         "backend.pt", "callback.EMA.pt", "callback.EarlyStopping.pt", "context.pt", "loggers.json", "manifest.json",
-        "model.safetensors", "optimizer.pt", "rng.rank0.pt", "run.json", "schedule.pt",
+        "model.safetensors", "optimizer.pt", "rng.rank0.pt", "run.json", "schedule.pt", "task.json",
     ]  # fmt: skip
     assert same(load_file(folder / "model.safetensors"), task.model.state_dict())
     run = json.loads((folder / "run.json").read_text())

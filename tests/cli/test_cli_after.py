@@ -17,10 +17,10 @@ from pyarrow import parquet
 from trainformer import Trainer
 from trainformer.backends.torch.export import _FORMATS
 from trainformer.checkpoint import compare, list_checkpoints
-from trainformer.cli import main, predict
+from trainformer.cli import main
 from trainformer.cli.trained import EXPORT_FORMATS, format_of
 from trainformer.config import load_config
-from trainformer.run import run_of
+from trainformer.run import predictions, run_of
 from trainformer.tasks import ImageClassification
 from trainformer.utils.processes import process_identity
 
@@ -137,15 +137,17 @@ def wanted(pets):
     """Rows as the trainer in Python predicts them."""
     rows = []
     for index, row in enumerate(pets.trainer.predict(pets.test)):
-        name = ("cat", "dog")[int(row["prediction"])]
-        rows.append({"index": index, "class": name, **{key: value.tolist() for key, value in row.items()}})
+        name, file = ("cat", "dog")[int(row["prediction"])], row.pop("id")
+        values = {key: value.tolist() for key, value in row.items()}
+        rows.append({"index": index, "id": file, "class": name, **values})
+    assert [row["id"] for row in rows] == [f"{kind}/{number}.png" for kind in ("cat", "dog") for number in range(3)]
     return rows
 
 
 def assert_same_rows(found, wanted):
     assert [list(row) for row in found] == [list(row) for row in wanted]
     for ours, theirs in zip(found, wanted, strict=True):
-        assert (ours["index"], ours["class"], ours["prediction"]) == tuple(list(theirs.values())[:3])
+        assert [ours[key] for key in ("index", "id", "class", "prediction")] == list(theirs.values())[:4]
         assert ours["probability"] == pytest.approx(theirs["probability"], rel=1e-5)
         assert ours["probabilities"] == pytest.approx(theirs["probabilities"], rel=1e-5)
 
@@ -165,13 +167,13 @@ def test_predictions_in_files_of_every_kind(pets, wanted, capsys):
     assert_same_rows(parquet.read_table("out.parquet").to_pylist(), wanted)
     with open("deep/out.csv", newline="") as file:
         texts = list(csv.DictReader(file))
-    rows = [{k: v if k == "class" else json.loads(v) for k, v in row.items()} for row in texts]
+    rows = [{k: v if k in ("class", "id") else json.loads(v) for k, v in row.items()} for row in texts]
     assert_same_rows(rows, wanted)
     assert sorted(path.name for path in Path().rglob("*") if path.is_file()) == ["out.csv", "out.jsonl", "out.parquet"]
     assert main(["predict", pets.run, pets.test, "--out", "out.jsonl"]) == 1
     assert "--force" in capsys.readouterr().err
     assert main(["predict", pets.run, pets.test, "--out", "out.jsonl", "--format", "csv", "--force"]) == 0
-    assert Path("out.jsonl").read_text().startswith("index,class,")
+    assert Path("out.jsonl").read_text().startswith("index,id,class,")
 
 
 @pytest.mark.parametrize(
@@ -185,12 +187,13 @@ def test_predict_refuses_impossible_arguments(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_parquet_infers_the_type_of_lists_that_start_empty(monkeypatch):
-    monkeypatch.setattr(predict, "_ROW_GROUP", 2)
-    rows = [{"index": place, "classes": names} for place, names in enumerate([[], [], [], [], ["ä"], [], ["b", "c"]])]
-    predict.write_file(iter(rows), Path("late.parquet"), "parquet")
+def test_parquet_knows_the_type_of_lists_that_are_empty():
+    names = [[], [], [], [], ["ä"], [], ["b", "c"]]
+    batches = [{"index": [place], "classes": [row]} for place, row in enumerate(names)]
+    rows = [{"index": place, "classes": row} for place, row in enumerate(names)]
+    assert predictions.write_file(iter(batches), Path("late.parquet"), "parquet") == 7
     assert parquet.read_table("late.parquet").to_pylist() == rows
-    predict.write_file(iter(rows[:4]), Path("never.parquet"), "parquet")
+    predictions.write_file(iter(batches[:4]), Path("never.parquet"), "parquet")
     assert parquet.read_table("never.parquet").to_pylist() == rows[:4]
 
 
@@ -206,12 +209,13 @@ def test_rows_of_other_tasks():
         text_tokenizer = Words()
 
     def row(**prediction):
-        return next(predict.rows_of(Task(), [prediction]))
+        batch = {name: value[None] for name, value in prediction.items()}
+        return predictions.rows_of(next(predictions.named_columns(Task(), [batch])))[0]
 
-    assert row(generated=torch.tensor([3, 4, 0])) == {"index": 0, "text": "w3 w4"}
+    assert row(generated=torch.tensor([3, 4, 0])) == {"index": 0, "id": 0, "text": "w3 w4"}
     assert row(prediction=torch.tensor([True, False, True]))["classes"] == ["x", "z"]
     assert row(prediction=torch.tensor([2, -100, 0]))["classes"] == ["z", "x"]
-    assert row(value=torch.tensor(0.5, dtype=torch.bfloat16)) == {"index": 0, "value": 0.5}
+    assert row(value=torch.tensor(0.5, dtype=torch.bfloat16)) == {"index": 0, "id": 0, "value": 0.5}
 
 
 def test_the_formats_match_the_exporter():
@@ -332,11 +336,15 @@ def test_missing_data(pets, copy, capsys, monkeypatch):
     recipe.write_text(usual.replace(f"val_data: {pets.root}/val", "val_data: null"))
     assert main(["evaluate", "copy"]) == 1
     assert "Name some: --data DATA" in capsys.readouterr().err
-    recipe.write_text(usual.replace(f"{pets.root}/train", "train"))
-    assert main(["predict", "copy", pets.test]) == 1
+    recipe.write_text(usual.replace(f"{pets.root}/val", "val"))
+    assert main(["evaluate", "copy"]) == 1
     here = " ".join(capsys.readouterr().err.split())
-    assert "The data of the run are needed too" in here
+    assert "Name other data: --data DATA" in here
     assert "started in" not in here
+    recipe.write_text(usual.replace(f"{pets.root}/train", "train"))
+    for words in (["evaluate", "copy"], ["predict", "copy", pets.test], ["export", "copy", "weights"]):
+        assert main(words) == 0
+    capsys.readouterr()
     Path("elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     assert main(["resume", "../runs/copy", "--epochs=4"]) == 1

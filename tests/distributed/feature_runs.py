@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -63,6 +64,10 @@ def with_callbacks(strategy: str) -> Callable[[int, int], Values]:
         values |= {f"average {key}": value for key, value in gathered(ema.model.state_dict()).items()}
         values["kept"] = saved_steps(folder), sorted(path.name for path in Path(folder, "best").iterdir())
         values["predicted"] = torch.stack([row["logits"] for row in run.predict(TensorDataset(*classes(11)))])
+        run.predict(TensorDataset(*classes(11)), batch_size=3, out=f"{folder}.jsonl")  # with a rank without samples
+        rows = [json.loads(line) for line in Path(f"{folder}.jsonl").read_text().splitlines()]
+        values["written"] = torch.tensor([row["logits"] for row in rows], dtype=torch.float64)
+        values["ids"] = [row["id"] for row in rows]
         values["elsewhere"] = torch.tensor(list(run.evaluate(TensorDataset(*classes(9, seed=5))).values()))
         again = run_mlp(strategy, run_dir=f"{folder}-again", callbacks=[EMA(decay=0.9)], max_steps=14)
         again.load(best.best_path).fit()

@@ -902,8 +902,8 @@ def test_embedding_leaves_the_mode_and_takes_pixels_or_floats() -> None:
     assert torch.equal(task.embed(images), embeddings)
     torch.testing.assert_close(task.embed(task._normalize(images)), embeddings)
     assert [set(row) for row in Trainer(plain_task(), samples(), **settings()).predict(samples(2)[0])] == [
-        {"embedding"},
-        {"embedding"},
+        {"id", "embedding"},
+        {"id", "embedding"},
     ]
 
 

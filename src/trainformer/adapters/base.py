@@ -131,15 +131,23 @@ def kind_of(model: nn.Module) -> str | None:
     if not hasattr(config, "model_type"):
         return None
     name = type(model).__name__
-    for suffix, kind in _SUFFIXES.items():
-        if name.endswith(suffix):
-            return kind
+    if (kind := kind_of_name(name)) is not None:
+        return kind
     if hasattr(config, "vision_config"):
         # Two towers with a temperature, or a language model with images.
         return "clip" if hasattr(model, "logit_scale") else "vlm"
     if name.endswith("ForConditionalGeneration"):
         return "seq2seq"
     return "embedding" if name.endswith("Model") else None
+
+
+def kind_of_name(name: str) -> str | None:
+    """The kind that the name of a class in transformers stands for; None if it does not say.
+
+    >>> kind_of_name("LlamaForCausalLM"), kind_of_name("BertModel")
+    ('causal_lm', None)
+    """
+    return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), None)
 
 
 def is_adapted(model: nn.Module) -> bool:

@@ -26,15 +26,18 @@ from trainformer.cli.output import (
     stdout_to_stderr,
     variables_of,
 )
-from trainformer.cli.recipes import trainer_of
+from trainformer.cli.recipes import FILE as RECIPE
+from trainformer.cli.recipes import settings_in, trainer_of
 from trainformer.core.errors import BadArgument, DataError, expected
 
 if TYPE_CHECKING:
     from trainformer import Trainer
     from trainformer.checkpointing import Checkpoint
+    from trainformer.inference import Predictor
 
 # Written out here so that --help imports no torch; tests compare both with the real ones.
 EXPORT_FORMATS = {"pytorch": ".pt", "onnx": ".onnx", "torchscript": ".pt", "torch.export": ".pt2"}
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
 QUANTIZATION_RECIPES = (
     "int8-dynamic-act-int4-weight",
     "int8-dynamic-act-int8-weight",
@@ -53,6 +56,13 @@ class Trained:
     trainer: Trainer
     run: Path
     checkpoint: Checkpoint
+
+    @property
+    def predictor(self) -> Predictor:
+        """The same for raw inputs."""
+        from trainformer.inference import Predictor
+
+        return Predictor(self.trainer, self.run)
 
     @property
     def source(self) -> dict[str, Any]:
@@ -75,22 +85,60 @@ def add_batch_size_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=positive, metavar="N", help="samples per batch (default: as in the run)")
 
 
-def load_trained(args: argparse.Namespace) -> Trained:
-    """The trainer that `args` name, with the weights of the checkpoint and everything else that affects its results."""
+def load_trained(args: argparse.Namespace, validates: bool = False) -> Trained:
+    """The trainer that `args` name, with the weights of the checkpoint and everything else that affects its results.
+
+    The training data are not needed, as far as the checkpoint has a record of them. With `validates`, the validation
+    data of the run are.
+    """
+    from trainformer.distributed.process_group import Launch
+    from trainformer.inference.loading import open_folder
+    from trainformer.run.torch.record import TaskRecord
+
     run, checkpoint = find_checkpoint(args.run, args.which)
     # A logger would open a run of its own, and there is nothing to resume.
     changes: dict[str, Any] = {"log": "none", "resume": None}
     if getattr(args, "batch_size", None) is not None:
         changes["eval_batch_size"] = args.batch_size
-    try:
-        trainer = trainer_of(str(run), trust=args.trust, changes=changes, variables=variables_of(args))
-    except DataError as error:  # on another machine, perhaps
-        do = "The data of the run are needed too: the task reads them when it builds the model."
-        raise DataError(f"{error} {do}") from error
+    has_recipe = (run / RECIPE).is_file()
+    if not validates and not (has_recipe and Launch.find().world_size > 1):  # a recipe knows how it is distributed
+        try:
+            return Trained(
+                open_folder(checkpoint.path, settings={**changes, "strategy": "auto"}).trainer, run, checkpoint
+            )
+        except (BadArgument, DataError):
+            if not has_recipe:
+                raise
+    elif not has_recipe:
+        what = "it was started by a Python program, which chose the validation data"
+        raise DataError(f"{run} has no {RECIPE}: {what}. Name some: --data DATA.")
+    trainer = _rebuilt(args, run, TaskRecord.read(checkpoint.path), validates, changes)
     # An average of the weights (EMA) belongs to a callback; parameters of the loss and class names to the task.
     parts = [key for key in checkpoint.manifest.components if key in ("model", "task") or key.startswith("callback.")]
     trainer.load(checkpoint.path, parts)
     return Trained(trainer, run, checkpoint)
+
+
+def _rebuilt(args: argparse.Namespace, run: Path, record: Any, validates: bool, changes: dict[str, Any]) -> Trainer:
+    """The trainer of a run's recipe: without the training data, if there is a record of them and that suffices."""
+    from trainformer.run.torch.record import NeedsTrainingData, RecordedData
+
+    variables = variables_of(args)
+    recorded: dict[str, Any] = {}
+    if record is not None:
+        recorded = {"data": RecordedData(record), "val_split": None, "sampler": None, "scheduler": None}
+        if not validates:
+            recorded["val_data"] = None
+        elif settings_in(run, args.trust, variables).get("val_data") is None:
+            recorded = {}  # they are a part of the training data
+    try:
+        try:
+            return trainer_of(str(run), trust=args.trust, changes=changes | recorded, variables=variables)
+        except NeedsTrainingData:
+            return trainer_of(str(run), trust=args.trust, changes=changes, variables=variables)
+    except DataError as error:  # on another machine, perhaps
+        do = "Name other data: --data DATA." if validates else "The data of the run are needed too."
+        raise DataError(f"{error} {do}") from error
 
 
 def find_checkpoint(name: str, which: str) -> tuple[Path, Checkpoint]:
@@ -102,11 +150,9 @@ def find_checkpoint(name: str, which: str) -> tuple[Path, Checkpoint]:
 
     if is_checkpoint(Path(name)):
         run = next((folder for folder in Path(name).absolute().parents[:3] if is_run(folder)), None)
-        if run is None:
-            raise BadArgument(expected("a checkpoint in the folder of a run", name, "Its recipe is kept there."))
         found = find(name)
         assert isinstance(found, Checkpoint)
-        return run, found
+        return run or found.path, found
     run = find_run(name)
     checkpoints = list_checkpoints(run)
     if not checkpoints:
@@ -146,7 +192,7 @@ def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _evaluate(args: argparse.Namespace) -> None:
     with stdout_to_stderr():
-        trained = load_trained(args)
+        trained = load_trained(args, validates=args.data is None)
         if args.data is None and trained.trainer.val_dataloader is None:
             raise DataError(f"{trained.run} was trained without validation data. Name some: --data DATA.")
         data = None if args.data is None else named_data(args.data, "--data")
@@ -168,6 +214,8 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=EXPORT_FORMATS, help=formats)
     shape = "of one sample, without the batch, such as 3,224,224; by default the shape of the data"
     parser.add_argument("--input-shape", metavar="SIZES", type=_shape, help=shape)
+    preprocess = "put the preprocessing in the graph: uint8 images of any size in, probabilities out"
+    parser.add_argument("--preprocess", action="store_true", help=preprocess)
     parser.add_argument("--force", action="store_true", help="overwrite the file")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -191,7 +239,7 @@ def _export(args: argparse.Namespace) -> None:
     check_free(out, args.force)
     with stdout_to_stderr():
         trained = load_trained(args)
-        path = trained.trainer.export(out, form, args.input_shape)
+        path = trained.trainer.export(out, form, args.input_shape, preprocess=args.preprocess)
     if not trained.trainer.is_main:
         return
     text = f"{trained.checkpoint.path} was exported as {form} to {path}"
@@ -212,6 +260,8 @@ def _add_finalize_arguments(parser: argparse.ArgumentParser) -> None:
     average.add_argument("--ema", metavar="KEY", help="which EMA of the weights to use, if there are several")
     average.add_argument("--no-ema", action="store_true", help="the weights as trained, not their EMA")
     parser.add_argument("--device", help="where to quantize: cpu or cuda")
+    types = f"also write model.gguf for llama.cpp and Ollama: {', '.join(GGUF_TYPES)}"
+    parser.add_argument("--gguf", choices=GGUF_TYPES, metavar="TYPE", help=types)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -219,7 +269,7 @@ def _finalize(args: argparse.Namespace) -> None:
     from trainformer.checkpoint import finalize
 
     ema = False if args.no_ema else args.ema
-    passed = {name: getattr(args, name) for name in ("quantize", "base", "which", "device")}
+    passed = {name: getattr(args, name) for name in ("quantize", "base", "which", "device", "gguf")}
     result = finalize(args.run, args.out, ema=ema, **passed)
     print(json.dumps(result.as_dict(), indent=2) if args.json else str(result).rstrip())
 

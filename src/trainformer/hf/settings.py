@@ -115,6 +115,7 @@ def front_options(args: BaseTrainingArguments) -> FrontOptions:
         shows_messages=not args.disable_tqdm,
         keeps_records=False,
         marks_latest=False,
+        records_task=False,
         skips_deleted=True,
     )
 

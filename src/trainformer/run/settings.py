@@ -140,14 +140,15 @@ class FrontOptions:
     formatted with the step. With `shows_messages` log messages go to the console whatever loggers there are.
     With `skips_deleted`, a component whose file was deleted from a checkpoint keeps its initial state. Without
     `keeps_records` a run writes checkpoints and nothing else, unless it has a `run_dir`. `marks_latest` is whether a
-    file `latest` names the newest checkpoint. `fresh_start_hint` tells the user how to start from scratch,
-    `continue_hint` how to resume with other settings.
+    file `latest` names the newest checkpoint, `records_task` whether each has a ``task.json``. `fresh_start_hint` tells
+    the user how to start from scratch, `continue_hint` how to resume with other settings.
     """
 
     plan: Mapping[str, Any] = field(default_factory=dict)
     keeps_folder: bool = True
     keeps_records: bool = True
     marks_latest: bool = True
+    records_task: bool = True
     checkpoint_name: str = "step_{:08d}"
     shows_messages: bool = False
     skips_deleted: bool = False

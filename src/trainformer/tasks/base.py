@@ -73,6 +73,16 @@ class TaskBase:
     def configure(self, info: DatasetInfo) -> None:
         """Build the model for the data: number of classes, input shape. Called once, after `inspect_dataset`."""
 
+    def learned(self) -> dict[str, Any]:
+        """Return, as JSON values, what the task found out about the data besides `DatasetInfo`.
+
+        It is recorded with every checkpoint, so that the model can be built again where the data are not.
+        """
+        return {}
+
+    def use_learned(self, learned: Mapping[str, Any]) -> None:
+        """Take over what `learned` returned. Called before `configure`, instead of `inspect_dataset`."""
+
     def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
         """Return trainer settings that suit this task. They apply only where the user passed nothing.
 

@@ -83,7 +83,7 @@ def make(request: Request, draft: Path) -> dict[str, Any]:
     recipe, device = request.recipe, _device(request)
     if recipe is not None:
         _try_out(recipe, device)
-    with _quiet():
+    with quiet():
         model, adapter = _adapted(request) if request.is_adapter else (_loaded(request, draft), None)
         if request.settings.get("gradient_checkpointing"):
             model.config.use_cache = True  # off in training alone
@@ -287,7 +287,7 @@ def _largest(a: Tensor, b: Tensor) -> float:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without the progress bars and reports of transformers, one for each time a model is loaded or saved."""
     logging = require("transformers", "text", "for this model").utils.logging
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

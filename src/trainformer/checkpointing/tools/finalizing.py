@@ -23,8 +23,11 @@ from trainformer.adapters.state import CONFIG_FILE as ADAPTER_CONFIG
 from trainformer.adapters.state import WEIGHTS_FILE as ADAPTER_WEIGHTS
 from trainformer.backends.torch.quantize import RECIPES, Recipe, recipe_named
 from trainformer.checkpointing import Checkpoint, Retention
-from trainformer.checkpointing.tools.deployable import MODEL_CONFIGS, WEIGHTS, Request, make, weights_size
+from trainformer.checkpointing.tools.deployable import MODEL_CONFIGS, WEIGHTS, Request, make, quiet, weights_size
+from trainformer.checkpointing.tools.gguf_files import FILE as GGUF
+from trainformer.checkpointing.tools.gguf_files import check_gguf, write_gguf
 from trainformer.checkpointing.tools.listing import AnyPath, find, is_checkpoint, list_checkpoints
+from trainformer.checkpointing.tools.ollama import write_modelfile
 from trainformer.checkpointing.tools.states import STATE, States, export_weights
 from trainformer.checkpointing.tools.summary import Shown, in_words
 from trainformer.core.errors import BadArgument, DataError, expected
@@ -59,6 +62,7 @@ class Finalized(Shown):
     difference: float | None = None
     trained_difference: float | None = None
     compared: str = "outputs"
+    gguf: str | None = None
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -79,6 +83,7 @@ class Finalized(Shown):
             "outputs differ": _number(self.difference, "at most, from before quantisation"),
             "from training": _number(self.trained_difference, "at most, from the model as it was trained"),
             "read back": f"the files give the very same {self.compared}",
+            "gguf": "" if self.gguf is None else f"{GGUF} in {self.gguf}, read back with the same tensors",
             "files": ", ".join(self.files),
         }
         return {name: text for name, text in everything.items() if text}
@@ -104,20 +109,24 @@ def finalize(
     which: str = "last",
     ema: bool | str | None = None,
     device: str | None = None,
+    gguf: str | None = None,
 ) -> Finalized:
     """Make the folder `out` to be deployed from a run or one of its checkpoints; what was done.
 
     Adapters are merged into `base` (by default the model that they were trained on). Weights are the average that the
     run exports, if it keeps one; ``ema=False`` takes the trained ones, a key (``"callback.EMA-2"``) one of several.
     `quantize` is the name of a recipe, or ``"none"``; by default that of the run's `qat_recipe`. `which` chooses the
-    ``"last"`` checkpoint of a run or the ``"best"``. Models of transformers open with ``from_pretrained(out)``; of any
+    ``"last"`` checkpoint of a run or the ``"best"``. `gguf` (f32, f16, bf16 or q8_0) also writes ``model.gguf`` of a
+    language model, for llama.cpp and Ollama. Models of transformers open with ``from_pretrained(out)``; of any
     other, the weights are written. The result is read from disk and compared before it gets its name: if anything is
     wrong, `out` does not appear.
     """
     target = Path(out).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BadArgument(expected("a folder to make, which is empty or not there", str(out), "Choose another."))
-    checkpoint, note = _checkpoint(run, which)
+    checkpoint, note = choose_checkpoint(run, which)
+    if gguf is not None:
+        check_gguf(gguf)
     states = States(checkpoint)
     if STATE in states:
         raise BadArgument(
@@ -125,9 +134,10 @@ def finalize(
             "(save_pretrained), and export_weights its weights alone."
         )
     settings = states["context"]["config"] if "context" in states else {}
-    request = Request(checkpoint, settings, _recipe(quantize, settings), base, _ema(states, ema), device)
+    request = Request(checkpoint, settings, _recipe(quantize, settings), base, choose_ema(states, ema), device)
     if base is not None and not request.is_adapter:
         raise BadArgument(expected("a base for an adapter's run alone", str(base), "This run holds a whole model."))
+    _check_gguf_fits(request, gguf)
     with _drafting(target) as draft:
         folder = draft / "whole"
         folder.mkdir()
@@ -136,7 +146,7 @@ def finalize(
         for record in checkpoint.manifest.components.get("assets", []):
             if record.name not in {*MODEL_CONFIGS, ADAPTER_CONFIG, ADAPTER_WEIGHTS}:
                 shutil.copyfile(request.folder / record.name, folder / record.name)
-        notes = (*made.pop("notes", ()), *([note] if note else []))
+        notes = (*made.pop("notes", ()), *([note] if note else []), *_for_runtimes(request, folder, gguf))
         result = Finalized(
             out=target,
             checkpoint=request.folder,
@@ -145,6 +155,7 @@ def finalize(
             size=weights_size(folder),
             ema=request.ema,
             trained_for=request.trained_for,
+            gguf=gguf,
             notes=notes,
             **made,
         )
@@ -153,7 +164,29 @@ def finalize(
     return result
 
 
-def _checkpoint(run: AnyPath, which: str) -> tuple[Checkpoint, str | None]:
+def _check_gguf_fits(request: Request, gguf: str | None) -> None:
+    if gguf is None:
+        return
+    if request.kind != "causal_lm":
+        what = request.settings.get("task_type", "a task")
+        raise BadArgument(expected("a causal language model to write as GGUF", what, "Leave gguf out."))
+    if request.recipe is not None:
+        do = "Pass quantize='none', and gguf='q8_0' for weights of 8 bits."
+        raise BadArgument(expected("a model in full precision to write as GGUF", request.recipe.name, do))
+
+
+def _for_runtimes(request: Request, folder: Path, gguf: str | None) -> list[str]:
+    """Write what llama.cpp and Ollama need besides; returns notes."""
+    if request.kind != "causal_lm" or request.recipe is not None:
+        return []
+    with quiet():
+        if gguf is not None:
+            write_gguf(folder, gguf)
+        note = write_modelfile(folder, f"./{GGUF}" if gguf is not None else ".")
+    return [note] if note else []
+
+
+def choose_checkpoint(run: AnyPath, which: str) -> tuple[Checkpoint, str | None]:
     """The checkpoint that is meant, and a note if another is better."""
     if which not in _WHICH:
         raise BadArgument(expected(f"which to be {' or '.join(map(repr, _WHICH))}", which))
@@ -194,7 +227,7 @@ def _recipe(quantize: str | None, settings: Mapping[str, Any]) -> Recipe | None:
     return recipe
 
 
-def _ema(states: States, ema: bool | str | None) -> str | None:
+def choose_ema(states: States, ema: bool | str | None) -> str | None:
     """The component with the average to take; None for the trained weights."""
     averages = [key for key in states if key.removeprefix("callback.").split("-")[0] == "EMA"]
     if ema is False or (ema is None and not averages):

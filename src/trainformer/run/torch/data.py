@@ -26,6 +26,7 @@ from trainformer.data.source import DispatchedSource, SlicedSource
 from trainformer.data.split import split_dataset
 from trainformer.distributed import TorchProcessGroup
 from trainformer.run.torch.mixture import load_mixture, mixture_source
+from trainformer.run.torch.record import RecordedData
 from trainformer.run.torch.settings import RunSettings
 from trainformer.run.validation_sets import validation_sets
 from trainformer.tasks.base import provides
@@ -79,7 +80,10 @@ def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | i
     train = load_mixture(data, partial(load, task), is_loader) if isinstance(data, Mixture) else load(task, data)
     _reject_unnamed_sets(train, val_data)
     given = {name: _naming(name, load, task, part) for name, part in validation_sets(val_data).items()}
-    info = extract_info(train.dataset if isinstance(train, DataLoader) else train)
+    if isinstance(train, RecordedData):
+        info = train.record.info
+    else:
+        info = extract_info(train.dataset if isinstance(train, DataLoader) else train)
     if val_split is not None:
         if isinstance(train, MixtureDataset):
             do = "Split the sources yourself, and pass what you hold out as val_data."
@@ -164,7 +168,8 @@ def load(task: Any, data: Any) -> Any:
     ):
         return data
     kinds = "a path, a tuple of tensors, a Dataset, a DataLoader (or another iterable of batches), or a DataSource"
-    raise BadArgument(expected(f"data to be {kinds}", type(data).__name__))
+    do = "To use a trained model without its data, call trainformer.load(folder)." if data is None else ""
+    raise BadArgument(expected(f"data to be {kinds}", type(data).__name__, do))
 
 
 def is_loader(data: Any) -> bool:

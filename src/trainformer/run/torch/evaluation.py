@@ -13,18 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, SequentialSampler, Subset
 
 from trainformer.backends.torch import TorchBackend, capture_random, restore_random
 from trainformer.backends.torch.optimizers import modules_of
 from trainformer.callbacks.base import CallbackList
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import DataSource, DeviceBatch, EvalResult
+from trainformer.data.ids import sample_ids
 from trainformer.data.labels import align_classes, is_stream
 from trainformer.data.order import seed_generators
 from trainformer.engine.evaluation import evaluate
 from trainformer.run.api import BatchLoader
 from trainformer.run.logging import eval_progress
+from trainformer.run.predictions import Columns, named_columns
 from trainformer.run.torch.data import TrainingData, is_loader, is_open, load, load_options, make_source
 from trainformer.run.torch.settings import RunSettings
 from trainformer.run.validation_sets import metric_name, validation_sets
@@ -74,10 +76,24 @@ class Inference:
             raise DataError(f"Expected the validation set {name!r} to have metrics, received none: it has no batches.")
         return {metric_name(metric, name): value for metric, value in metrics.items()}
 
-    def predict(self, source: DataSource) -> list[dict[str, Tensor]]:
+    def predict(self, source: DataSource, ids: Iterator[Any]) -> list[dict[str, Any]]:
         """One dict per sample, in input order."""
         rows = self.rows(source)
-        return [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
+        names = ("id", *rows)
+        return [dict(zip(names, (next(ids), *row), strict=True)) for row in zip(*rows.values(), strict=True)]
+
+    def batches(self, source: DataSource) -> Iterator[dict[str, Tensor]]:
+        """Predictions batch by batch, in input order, the same on every rank. One batch is in memory at a time."""
+        process_group = self.backend.process_group
+        with self.eval_mode(), eval_progress(self.callbacks, self.owner, source.batches_per_epoch) as advance:
+            for batch in self.backend.feed(source.batches(0), train=False):
+                rows = self._predict_batch(batch).rows
+                if not process_group.is_single_process:
+                    parts = process_group.all_gather_dp(rows)
+                    rows = {name: self.backend.join_rows([part[name] for part in parts]) for name in rows}
+                if advance is not None:
+                    advance(batch.size)
+                yield rows
 
     def rows(self, source: DataSource, inputs: Inputs | None = None, most: int | None = None) -> dict[str, Tensor]:
         """Predictions for a source, or for its first `most` batches: one row per sample, in input order.
@@ -187,10 +203,22 @@ class Evaluation:
             )
         return self.validate(most=most)
 
-    def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, Tensor]]:
+    def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, Any]]:
         """One dict per sample, in input order."""
+        return self.inference.predict(*self._inputs(data, batch_size))
+
+    def predicted_columns(self, data: Any, batch_size: int | None = None) -> Iterator[Columns]:
+        """Predictions with ids and class names, batch by batch."""
+        source, ids = self._inputs(data, batch_size)
+        return named_columns(self.task, self.inference.batches(source), ids)
+
+    def _inputs(self, data: Any, batch_size: int | None) -> tuple[DataSource, Iterator[Any]]:
+        """The batches of data to predict for, and the ids of the samples."""
+        loaded = load(self.task, data)
         # Every input must have a row: unreadable samples raise here, whatever training does with them.
-        return self.inference.predict(self._source(load(self.task, data), batch_size, skip_bad=False))
+        source = self._source(loaded, batch_size, skip_bad=False)
+        in_order = isinstance(loaded, DataLoader) and isinstance(loaded.sampler, SequentialSampler)
+        return source, sample_ids(loaded.dataset if in_order else loaded)
 
     def embed(self, data: Any, max_samples: int | None = None) -> dict[str, Tensor]:
         """Embeddings (and labels) of data: "train", "val", "val/NAME", or anything that can be predicted for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,19 @@ from trainformer.checkpointing.checkpointer import Assets, load_components
 from trainformer.checkpointing.components import callback_states
 from trainformer.checkpointing.torch_components import is_trained, torch_components
 from trainformer.checkpointing.torch_files import write_single_file
+from trainformer.core.optional import require
 from trainformer.core.types import DataSource
 from trainformer.distributed import TorchProcessGroup
 from trainformer.engine import Event
 from trainformer.run.components import common_components
+from trainformer.run.predictions import Columns, format_of, write_file
 from trainformer.run.run import Run
 from trainformer.run.torch.dry_run import DryRun
 from trainformer.run.torch.evaluation import Inputs
+from trainformer.run.torch.exporting import Export
 from trainformer.run.torch.monitors import check_monitored, check_monitors
 from trainformer.run.torch.provenance import record_config, record_derived
+from trainformer.run.torch.record import with_record
 from trainformer.run.torch.settings import RunSettings
 from trainformer.run.torch.setup import TorchParts, build_run, check_launch
 from trainformer.tasks.base import provides
@@ -68,7 +72,8 @@ class TorchRun(Run):
         return [(name, list(p.shape)) for name, p in self.task.model.named_parameters()]
 
     def assets(self) -> Assets | None:
-        return self.task.save_assets if provides(self.task, "save_assets") else None
+        save_assets = self.task.save_assets if provides(self.task, "save_assets") else None
+        return with_record(self, save_assets) if self.options.records_task else save_assets
 
     def backend_handlers(self) -> dict[Event, Any]:
         # At the beginning, too: a state may have been saved after the epoch was counted and before its end was handled.
@@ -169,9 +174,39 @@ class TorchRun(Run):
         """Eval mode with the model to evaluate and its own random numbers."""
         return self._evaluation.inference.eval_mode()
 
-    def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, Tensor]]:
+    def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, Any]]:
         """One dict per sample, in input order."""
         return self._evaluation.predict(data, batch_size)
+
+    def predicted_columns(self, data: Any, batch_size: int | None = None) -> Iterator[Columns]:
+        """Predictions with ids and class names, batch by batch. A collective: every rank must take all of them."""
+        return self._evaluation.predicted_columns(data, batch_size)
+
+    def write_predictions(self, data: Any, path: Path, batch_size: int | None = None, format: str | None = None) -> int:
+        """Write predictions to a file as they are made; returns their number. A collective: rank 0 writes."""
+        form = format or format_of(path)
+        if form == "parquet":
+            require("pyarrow", "datasets", "to write Parquet")
+        return self.consume_on_main(self.predicted_columns(data, batch_size), lambda b: write_file(b, path, form))
+
+    def consume_on_main(self, batches: Iterator[Columns], function: Callable[[Iterator[Columns]], int]) -> int:
+        """Call a function with batches on rank 0, and return its result. If it fails there, all ranks fail."""
+        if not self.process_group.is_main:
+            _exhaust(batches)
+
+        def consume() -> int:
+            try:
+                return function(batches)
+            except Exception:
+                if not self.process_group.is_single_process:
+                    _exhaust(batches)  # the other ranks predict on
+                raise
+
+        return int(self.process_group.run_on_main(consume))
+
+    def exported(self, input_shape: tuple[int, ...] | None, preprocess: bool) -> Export:
+        """The model to export, with its preprocessing. A collective."""
+        return Export(self, input_shape, preprocess)
 
     def inference_model(self) -> nn.Module:
         """The model to evaluate, predict and export with."""
@@ -227,6 +262,11 @@ class TorchRun(Run):
     def restore_trained(self, state: dict[str, Any]) -> None:
         """Restore what `trained_state` returned."""
         load_components([c for c in self.components() if c.key in state], state)
+
+
+def _exhaust(batches: Iterator[Any]) -> None:
+    for _ in batches:
+        pass
 
 
 def _low_precision(parameters: Iterable[Tensor]) -> str:

@@ -32,6 +32,7 @@ from trainformer.run.setup import RunParts, validate_settings
 from trainformer.run.torch.data import TrainingData, is_loader, load_options, load_training_data, make_source
 from trainformer.run.torch.evaluation import Evaluation, Inference
 from trainformer.run.torch.mixture import as_training_data
+from trainformer.run.torch.record import RecordedData
 from trainformer.run.torch.settings import RunSettings
 from trainformer.run.validation_sets import check_eval_every, default_monitor
 from trainformer.tasks.base import provides
@@ -157,6 +158,9 @@ def backend_class(task: Any) -> type[TorchBackend]:
 
 def configure_task(task: Any, loaded: TrainingData) -> None:
     """Let the task inspect the training data and build what depends on it, such as the head of its model."""
+    if isinstance(loaded.train, RecordedData):
+        loaded.train.configure(task)
+        return
     if provides(task, "inspect_dataset") and is_map_style(loaded.train):
         task.inspect_dataset(loaded.train)
     if provides(task, "configure"):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -150,6 +151,14 @@ class ClassifyingTask(TextTask):
         return getattr(getattr(unwrap_model(model), "config", None), "num_labels", None)
 
     # -- state ---------------------------------------------------------------------------------------------
+
+    def learned(self) -> dict[str, Any]:
+        """The classes."""
+        return asdict(self.labels)
+
+    def use_learned(self, learned: Mapping[str, Any]) -> None:
+        tuples = {name: tuple(value) for name, value in learned.items() if isinstance(value, list)}
+        self._set_labels(Labels(**{**learned, **tuples}))
 
     def state_dict(self) -> dict[str, Any]:
         """The classes: a resumed run must number them in the same way."""

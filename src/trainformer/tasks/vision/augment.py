@@ -11,8 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
+from trainformer.data.preprocessing import fitted
 from trainformer.models.backbones import BackboneConfig
 
 if TYPE_CHECKING:
@@ -21,7 +24,6 @@ if TYPE_CHECKING:
 AugmentSpec = str | Callable[[Any], Any] | None  # a name from NAMES, a function of one image, or no augmentation
 NAMES = ("none", "basic", "crop", "randaugment", "trivial")
 ON_BATCHES = ("basic", "crop")  # those that can run on whole batches on the device
-RESIZE_FIRST = (None, "none", "crop")  # those that start with a deterministic resize, which can be done once
 FLIPPING = ("basic", "randaugment", "trivial")
 SHIFT = 1 / 8  # of a side: 4 of 32 pixels, as is usual on CIFAR
 
@@ -34,15 +36,14 @@ def check_augment(augment: AugmentSpec) -> None:
     raise BadArgument(expected(f"augment to be a function or one of {', '.join(map(repr, NAMES))}", augment, hint))
 
 
-def sample_transform(augment: AugmentSpec, geometry: BackboneConfig, from_files: bool) -> Callable[[Any], Any]:
-    """Return the pipeline for one image. Images from files are resized and cropped, tensors only resized."""
-    v2 = _v2()
-    crops = from_files and geometry.crop_mode != "squash"
-    fit: Callable[[Any], Any] = partial(_center_fit, geometry) if crops else _resize(geometry)
+def sample_transform(augment: AugmentSpec, geometry: BackboneConfig, crops: bool) -> Callable[[Any], Any]:
+    """Return the pipeline for one image. With `crops`, images are resized and cropped, otherwise only resized."""
+    fit = partial(_fitted, geometry, cover_of(geometry) if crops else None)
     if augment in (None, "none"):
         return fit
+    v2 = _v2()
     if callable(augment):
-        return v2.Compose([augment, _resize(geometry)])
+        return v2.Compose([augment, partial(_fitted, geometry, None)])
     if augment == "crop":
         tall, wide = (max(1, int(side * SHIFT)) for side in geometry.size)
         return v2.Compose([fit, v2.RandomCrop(geometry.size, padding=[wide, tall])])  # padded with black
@@ -58,21 +59,17 @@ def sample_transform(augment: AugmentSpec, geometry: BackboneConfig, from_files:
     return v2.Compose([*basic, *policy[augment]])
 
 
-def _center_fit(geometry: BackboneConfig, image: Any) -> Any:
-    """Resize an image so that its center crop covers `crop_pct` of it, and crop."""
-    functional = _v2().functional
-    height, width = functional.get_size(image)
-    tall, wide = (int(side / geometry.crop_pct) for side in geometry.size)
-    if tall * width >= wide * height:
-        wide = tall * width // height
-    else:
-        tall = wide * height // width
-    mode = _v2().InterpolationMode(geometry.interpolation)
-    return functional.center_crop(functional.resize(image, [tall, wide], interpolation=mode), list(geometry.size))
+def cover_of(geometry: BackboneConfig) -> tuple[int, int]:
+    """The size that a resized image covers, so that its center crop shows `crop_pct` of it."""
+    height, width = (int(side / geometry.crop_pct) for side in geometry.size)
+    return height, width
 
 
-def _resize(geometry: BackboneConfig) -> Callable[[Any], Any]:
-    return _v2().Resize(geometry.size, interpolation=_v2().InterpolationMode(geometry.interpolation))
+def _fitted(geometry: BackboneConfig, cover: tuple[int, int] | None, image: Any) -> Any:
+    if getattr(image, "dtype", None) in (None, torch.uint8):  # a PIL image, or pixels
+        return fitted(image, geometry.size, cover, geometry.interpolation)
+    v2 = _v2()  # what a function of the user has made
+    return v2.functional.resize(image, geometry.size, interpolation=v2.InterpolationMode(geometry.interpolation))
 
 
 def _v2() -> ModuleType:

@@ -6,6 +6,7 @@ So data is never normalised twice.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -27,6 +28,7 @@ from trainformer.data.metadata import DatasetInfo
 from trainformer.data.mixture.mixture import naming
 from trainformer.data.order import preserved_generators
 from trainformer.data.pixels import ImageTensors, channels_in, is_pil
+from trainformer.data.preprocessing import ImagePreprocessing
 from trainformer.data.webdataset import MappedStream
 from trainformer.models.backbones import (
     BackboneConfig,
@@ -37,7 +39,7 @@ from trainformer.models.backbones import (
     check_backbone,
 )
 from trainformer.tasks.base import TaskBase
-from trainformer.tasks.vision.augment import ON_BATCHES, RESIZE_FIRST, SHIFT, AugmentSpec, sample_transform
+from trainformer.tasks.vision.augment import ON_BATCHES, SHIFT, AugmentSpec, cover_of, sample_transform
 from trainformer.tasks.vision.batch import Normalize
 from trainformer.tasks.vision.checks import image_hw, image_problems, size_pair
 
@@ -60,6 +62,9 @@ class VisionTask(TaskBase):
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     needs_labels: ClassVar[bool] = True
+    prediction_name: ClassVar[str | None] = (
+        None  # what `prediction_module` returns, if the task has one output per image
+    )
 
     @property
     @abstractmethod
@@ -85,6 +90,7 @@ class VisionTask(TaskBase):
         self._augments_on_device = False
         self._may_augment_on_device = True  # not if only some sources of a mixture are in memory
         self._seen_shape: tuple[int, ...] | None = None  # of the data
+        self._trained_on: str | None = None  # "files", "pixels" (tensors of uint8) or "floats"
         self._initial_fingerprint: list[tuple[int, int]] = []
         self._read_backbone_config(nn.Identity())
 
@@ -199,6 +205,8 @@ class VisionTask(TaskBase):
         image, label = split_sample(sample)
         if train and label is None and self.needs_labels:
             raise DataError(f"Expected images with labels to train on, received images alone. For a folder: {LAYOUT}")
+        if train:
+            self._trained_on = "floats" if _is_float(image) else "files" if is_pil(image) else "pixels"
         if _is_float(image):
             # A custom module may take any shape.
             fits = image.ndim == 3 or isinstance(self.backbone, nn.Module)
@@ -226,7 +234,7 @@ class VisionTask(TaskBase):
         if tensors is None:
             return self._resized_and_augmented(dataset, image, augment, geometry)
         self._augments_on_device = True
-        return resized(tensors, geometry) if augment == "crop" else tensors
+        return (augment == "crop" and self._resized(tensors, geometry)) or tensors
 
     def _prepare_stream(self, dataset: Any, train: bool) -> Any:
         """Prepare a stream: shuffle it for training, resize and augment each image as it is read."""
@@ -236,13 +244,15 @@ class VisionTask(TaskBase):
         image, label = split_sample(first)
         if train and label is None and self.needs_labels:
             raise DataError("Expected images with labels to train on, received a stream of images alone.")
+        if train:
+            self._trained_on = "floats" if _is_float(image) else "files" if is_pil(image) else "pixels"
         if _is_float(image):
             return dataset
         return MappedStream(dataset, self._pipeline(image, train), channels=self._channels, shuffle=train)
 
     def _pipeline(self, image: Any, train: bool) -> Callable[[Any], Any]:
         """The per-sample transform for images like this one."""
-        return sample_transform(self._sample_augment(train), self._geometry(image), from_files=is_pil(image))
+        return sample_transform(self._sample_augment(train), self._geometry(image), self._crops(image))
 
     def _sample_augment(self, train: bool) -> AugmentSpec:
         """The random augmentation of single images."""
@@ -250,12 +260,26 @@ class VisionTask(TaskBase):
 
     def _resized_and_augmented(self, dataset: Any, image: Any, augment: AugmentSpec, geometry: BackboneConfig) -> Any:
         tensors = images_in_memory(dataset, self._channels)
-        if tensors is not None and augment in RESIZE_FIRST:
-            tensors = resized(tensors, geometry)
-            if augment != "crop" and tensors.images.shape[-2:] == geometry.size:
-                return tensors
-        transform = sample_transform(augment, geometry, from_files=is_pil(image))
+        transform = sample_transform(augment, geometry, self._crops(image))
+        if tensors is not None and augment in (None, "none"):
+            small = self._resized(tensors, geometry)
+            return small or ImageDataset(tensors, transform, self._channels)
         return ImageDataset(dataset if tensors is None else tensors, transform, self._channels)
+
+    def _resized(self, tensors: ImageTensors, geometry: BackboneConfig) -> ImageTensors | None:
+        """Resize a whole dataset once; None if the result is too large to keep in memory."""
+        count, channels, *size = tensors.images.shape
+        crops = self._crops(tensors.images)
+        if tuple(size) == geometry.size and not crops:
+            return tensors
+        if count * channels * math.prod(geometry.size) > _MOST_RESIZED_BYTES:
+            return None
+        return tensors.with_images(sample_transform(None, geometry, crops)(tensors.images))
+
+    def _crops(self, image: Any) -> bool:
+        """Whether an image like this is cropped after resizing: as those to train on, else files are."""
+        crops = {"files": True, "pixels": False}.get(self._trained_on or "", is_pil(image))
+        return crops and self._config.crop_mode != "squash"
 
     def _geometry(self, image: Any) -> BackboneConfig:
         """How to resize images like this one. The first dataset determines the input size."""
@@ -268,11 +292,33 @@ class VisionTask(TaskBase):
         return replace(config, size=self._size)
 
     @property
-    def input_shape(self) -> tuple[int, int, int] | None:
+    def input_shape(self) -> tuple[int, ...] | None:
         """Shape (C, H, W) of the model's input, once the data is known."""
-        if self._size is None or self._channels is None:
+        if self._trained_on != "floats" and self._size is not None:
+            return None if self._channels is None else (self._channels, *self._size)
+        shape = self._seen_shape  # float images keep their size
+        if shape is None or len(shape) not in (2, 3) or (len(shape) == 2 and isinstance(self.backbone, nn.Module)):
+            return shape
+        return (channels_in(shape), *image_hw(shape))
+
+    @property
+    def preprocessing(self) -> ImagePreprocessing | None:
+        """What happens to pixels before the model; None if it is unknown: before training, or for float images."""
+        if self.prediction_name is None or self._trained_on == "floats" or self._channels is None:
             return None
-        return (self._channels, *self._size)
+        config, channels = self._config, self._channels
+        crops = self._trained_on != "pixels" and config.crop_mode != "squash"
+        geometry = replace(config, size=self._size or config.size)
+        mean, std = (
+            values if len(values) == channels == 3 else (sum(values) / len(values),) * channels
+            for values in (config.mean, config.std)
+        )
+        cover = cover_of(geometry) if crops else None
+        return ImagePreprocessing(geometry.size, cover, config.interpolation, mean, std)
+
+    def prediction_module(self, model: nn.Module) -> nn.Module:
+        """Return a module from normalised images to predictions, given the (possibly averaged) model."""
+        return self.export_module(model)
 
     def get_train_transforms(self) -> nn.Module:
         """Normalise on the device, and augment if the augmentation runs there."""
@@ -308,21 +354,25 @@ class VisionTask(TaskBase):
             "std": self._config.std,
         }
 
+    def learned(self) -> dict[str, Any]:
+        """The kind, size and channels of the images."""
+        shape = None if self._seen_shape is None else list(self._seen_shape)
+        size = None if self._size is None else list(self._size)
+        return {"trained_on": self._trained_on, "size": size, "channels": self._channels, "shape": shape}
+
+    def use_learned(self, learned: Mapping[str, Any]) -> None:
+        self._trained_on = learned["trained_on"]
+        self._size = None if learned["size"] is None else size_pair(tuple(learned["size"]), None)
+        self._channels = learned["channels"]
+        self._seen_shape = None if learned["shape"] is None else tuple(learned["shape"])
+
     def state_dict(self) -> dict[str, Any]:
-        return {"size": self._size}
+        return {"size": self._size, "trained_on": self._trained_on}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._trained_on = state.get("trained_on") or self._trained_on
         if state["size"] is not None and size_pair(self.image_size, self.model_kwargs.get("img_size")) is None:
             self._size = tuple(state["size"])
-
-
-def resized(tensors: ImageTensors, geometry: BackboneConfig) -> ImageTensors:
-    """Resize a whole dataset once, if the result is small enough to keep in memory."""
-    count, channels, *size = tensors.images.shape
-    height, width = geometry.size
-    if tuple(size) == geometry.size or count * channels * height * width > _MOST_RESIZED_BYTES:
-        return tensors
-    return tensors.with_images(sample_transform(None, geometry, from_files=False)(tensors.images))
 
 
 def fingerprint(model: nn.Module) -> list[tuple[int, int]]:

@@ -263,7 +263,7 @@ def _shifted(images: Tensor, number: int) -> Tensor:
     angle, size = number * math.pi * (3 - math.sqrt(5)), 1 / 1.1 if number % 2 == 0 else 1.0
     shift = 2 / 16  # of coordinates from -1 to 1
     table = [[size, 0.0, shift * math.cos(angle)], [0.0, size, shift * math.sin(angle)]]
-    theta = send(torch.tensor(table), images.device).to(images.dtype).expand(len(images), 2, 3)
+    theta = send(torch.tensor(table), images.device).to(images.dtype).expand(images.shape[0], 2, 3)
     grid = F.affine_grid(theta, list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
 

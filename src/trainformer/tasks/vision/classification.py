@@ -103,6 +103,8 @@ class ImageClassification(AdapterMixin, VisionTask):
     tta: int | str = 0
     topk: Sequence[int] = (1, 5)
 
+    prediction_name = "probabilities"
+
     class_names: list[str] | None = field(init=False, default=None)
     confusion: Tensor | None = field(init=False, default=None, repr=False)  # of the latest evaluation, labels as rows
 
@@ -137,6 +139,7 @@ class ImageClassification(AdapterMixin, VisionTask):
         classes = self._classes_for(info)
         channels = self.in_chans or self._channels_for(info)
         self.num_classes = classes
+        self._seen_shape = info.input_shape
         self._samples = info.num_samples or None
         shape = info.input_shape
         data_size = image_hw(shape) if shape is not None and len(shape) in (2, 3) else None
@@ -317,8 +320,15 @@ class ImageClassification(AdapterMixin, VisionTask):
         return average_logits([self._logits(view) for view in self._views(images)], binary=self.loss == "bce")
 
     def _views(self, images: Tensor) -> Iterator[Tensor]:
-        count, flip = (2, True) if isinstance(self.tta, str) else (max(1, self.tta), self.augment in FLIPPING)
-        return tta_views(images, count, flip=flip)
+        return tta_views(images, *self._view_options())
+
+    def _view_options(self) -> tuple[int, bool]:
+        """Number of TTA views, and whether they are flipped."""
+        return (2, True) if isinstance(self.tta, str) else (max(1, self.tta), self.augment in FLIPPING)
+
+    def prediction_module(self, model: nn.Module) -> nn.Module:
+        """From normalised images to probabilities, over the TTA views."""
+        return _Probabilities(self.export_module(model), *self._view_options(), binary=self.loss == "bce")
 
     def _logits(self, images: Tensor) -> Tensor:
         output = self.model(images)
@@ -373,3 +383,16 @@ class ImageClassification(AdapterMixin, VisionTask):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._epoch, self.class_names = state["epoch"], state["class_names"]
+
+
+class _Probabilities(nn.Module):
+    """From normalised images to probabilities, as `ImageClassification.predict_step` computes them."""
+
+    def __init__(self, model: nn.Module, views: int, flip: bool, binary: bool) -> None:
+        super().__init__()
+        self.model, self.views, self.flip, self.binary = model, views, flip, binary
+
+    def forward(self, images: Tensor) -> Tensor:
+        outputs = [self.model(view) for view in tta_views(images, self.views, self.flip)]
+        logits = [upcast(getattr(output, "logits", output)) for output in outputs]
+        return average_logits(logits, binary=self.binary).softmax(-1)

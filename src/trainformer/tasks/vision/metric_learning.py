@@ -74,6 +74,7 @@ class MetricLearning(VisionTask):
     class_names: list[str] | None = field(init=False, default=None)
 
     open_set = True
+    prediction_name = "embedding"
 
     def __post_init__(self) -> None:
         check_augment(self.augment)

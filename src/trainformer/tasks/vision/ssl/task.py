@@ -18,7 +18,6 @@ from trainformer.data.augment import presets
 from trainformer.data.image import ImageDataset, images_in_memory, split_sample
 from trainformer.data.labels import is_stream
 from trainformer.data.metadata import DatasetInfo
-from trainformer.data.pixels import is_pil
 from trainformer.eval.clustering import feature_statistics
 from trainformer.eval.retrieval import knn_accuracy
 from trainformer.models.backbones import feature_width, has_fixed_size
@@ -114,6 +113,7 @@ class SSL(VisionTask):
 
     needs_labels = False
     open_set = True
+    prediction_name = "embedding"
 
     def __post_init__(self) -> None:
         self.method = check_method(self.method, self.version)
@@ -216,7 +216,7 @@ class SSL(VisionTask):
         geometry = self._geometry(image)
         height, width = (round(side * _LOAD_SCALE) for side in geometry.size)
         larger = replace(geometry, size=(height, width), crop_pct=1.0)
-        return sample_transform(None, larger, from_files=is_pil(image))
+        return sample_transform(None, larger, self._crops(image))
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         """Resize images; float images must be pixels from 0 to 1."""

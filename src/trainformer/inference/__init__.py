@@ -1,0 +1,12 @@
+"""Trained models ready to predict: `load` opens a run, a checkpoint, a finalized folder or an exported model."""
+
+from trainformer.core.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "trainformer.inference.loading": ["load"],
+        "trainformer.inference.predictor": ["Predictor"],
+        "trainformer.inference.onnx": ["OnnxPredictor"],
+    },
+)

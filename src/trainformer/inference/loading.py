@@ -1,0 +1,226 @@
+"""`load`: from a folder to a predictor. Nothing in the folder is executed.
+
+Tasks are built from the values in ``task.json`` by classes that are installed, weights are safetensors, and exported
+models are ONNX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from trainformer.adapters.base import kind_of_name
+from trainformer.adapters.state import CONFIG_FILE as ADAPTER_CONFIG
+from trainformer.checkpointing import Checkpoint
+from trainformer.checkpointing.checkpointer import load_components
+from trainformer.checkpointing.tools.deployable import quiet
+from trainformer.checkpointing.tools.finalizing import choose_checkpoint, choose_ema
+from trainformer.checkpointing.tools.listing import existing, is_checkpoint
+from trainformer.checkpointing.tools.states import States
+from trainformer.core.errors import BadArgument, DataError, check_count, expected
+from trainformer.data.metadata import DatasetInfo
+from trainformer.data.order import preserved_generators
+from trainformer.inference.onnx import OnnxPredictor
+from trainformer.inference.predictor import Predictor
+from trainformer.run import run_of
+from trainformer.run.torch.exporting import FILE as PREPROCESSING
+from trainformer.run.torch.record import RecordedData, TaskRecord
+from trainformer.tasks import find_task
+from trainformer.trainer import Trainer
+from trainformer.utils.files import decode_json
+from trainformer.utils.tensor_files import read_weights
+
+WEIGHTS = "model.safetensors"
+_CONFIG = "config.json"
+_EXPORTED = (".pt", ".pt2", ".onnx")
+_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+# The task that opens a model of transformers of which nothing else is known.
+_TASKS = {
+    "causal_lm": "CausalLM",
+    "seq2seq": "Seq2Seq",
+    "masked_lm": "MaskedLM",
+    "sequence_classification": "TextClassification",
+    "token_classification": "TokenClassification",
+}
+# Predicting needs neither: a model is not trained on.
+_SETTINGS: dict[str, Any] = {
+    "log": "none", "resume": None, "strategy": "single", "scheduler": None, "sampler": None, "optimizer": "sgd",
+}  # fmt: skip
+
+
+def load(
+    path: str | Path,
+    *,
+    task: Any = None,
+    base: str | Path | None = None,
+    which: str = "last",
+    ema: bool | str | None = None,
+    device: Any = None,
+    precision: str | None = None,
+    batch_size: int | None = None,
+) -> Predictor | OnnxPredictor:
+    """Open a trained model to predict with: a run, a checkpoint, a finalized folder, or an exported ONNX model.
+
+    It predicts from raw images or texts what `Trainer.predict` predicts, without the training data. `which` chooses
+    the ``"last"`` checkpoint of a run or the ``"best"``; `ema` is as in `checkpoint.finalize`. `base` is the model that
+    an adapter belongs to, if the run does not say it. `precision` is that of the run by default. A task of your own, or
+    one with a module of your own, cannot be built from a file: pass it as `task`, new and untrained. Nothing in the
+    folder is executed.
+    """
+    place = existing(path)
+    if batch_size is not None:
+        check_count("batch_size", batch_size)
+    if (exported := _exported(place)) is not None:
+        given = {"task": task, "base": base, "ema": ema, "precision": precision}
+        if unused := [name for name, value in given.items() if value is not None]:
+            raise BadArgument(expected("device and batch_size alone for an exported model", ", ".join(unused)))
+        return OnnxPredictor(exported, device, batch_size)
+    own = {"device": device, "precision": precision, "eval_batch_size": batch_size}
+    return open_folder(place, task, base, which, ema, {name: value for name, value in own.items() if value is not None})
+
+
+def open_folder(
+    place: Path,
+    task: Any = None,
+    base: str | Path | None = None,
+    which: str = "last",
+    ema: bool | str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Predictor:
+    """`load` of a run, a checkpoint or a finalized folder; `settings` are those of the trainer."""
+    checkpoint = None if _is_finalized(place) else choose_checkpoint(place, which)[0]
+    folder = place if checkpoint is None else checkpoint.path
+    record = TaskRecord.read(folder) or _guess(folder, task)
+    task = record.build(**_changes(record, folder, base)) if task is None else task
+    settings = {**_SETTINGS, **record.settings, **(settings or {})}
+    silent = quiet() if hasattr(task, "model_name") else nullcontext()
+    with preserved_generators(), silent:
+        trainer = Trainer(task, RecordedData(record), num_workers=0, **settings)
+        if checkpoint is not None:
+            load_weights(trainer, checkpoint, ema)
+        elif (folder / _CONFIG).is_file() and getattr(task, "model_name", None) == str(folder):
+            pass  # from_pretrained has read the weights
+        else:
+            task.model.load_state_dict(read_weights(folder, [WEIGHTS]))
+    return Predictor(trainer, place)
+
+
+def load_weights(trainer: Trainer, checkpoint: Checkpoint, ema: bool | str | None = None) -> None:
+    """Load the weights of a checkpoint (or their EMA) and the state of the task, and nothing else."""
+    run, states = run_of(trainer), States(checkpoint)
+    if "model" not in states:
+        raise DataError(f"{checkpoint.path} has no weights of a torch model; it has {', '.join(states)}.")
+    wanted = {key: states[key] for key in ("model", "task") if key in states}
+    load_components([c for c in run.components() if c.key in wanted], wanted)
+    if (average := choose_ema(states, ema)) is not None:
+        run.task.model.load_state_dict(states[average]["model"])
+
+
+def _exported(place: Path) -> Path | None:
+    """The ONNX file that a path stands for."""
+    if place.is_file():
+        if place.suffix != ".onnx":
+            do = "torch files may hold code: load them with torch, if you trust them. Export as onnx, or load the run."
+            raise BadArgument(expected("an ONNX file or a folder", str(place), do))
+        return place
+    if is_checkpoint(place) or _is_finalized(place) or (place / "checkpoints").is_dir():
+        return None
+    files = [file for file in sorted(place.iterdir()) if file.suffix in _EXPORTED]
+    graphs = [file for file in files if file.suffix == ".onnx"]
+    if len(graphs) > 1:
+        raise BadArgument(expected("one ONNX file", f"{len(graphs)} in {place}", "Pass the path of the file."))
+    if not graphs and files and (place / PREPROCESSING).is_file():
+        do = "torch files may hold code: load them with torch, if you trust them. Export as onnx, or load the run."
+        raise BadArgument(expected(f"an ONNX file in {place}", files[0].name, do))
+    return graphs[0] if graphs else None
+
+
+def _is_finalized(place: Path) -> bool:
+    """Whether a folder holds a model of its own, and is no checkpoint."""
+    names = ("finalized.json", _CONFIG)
+    return (
+        place.is_dir()
+        and not is_checkpoint(place)
+        and bool(list(place.glob("*.safetensors")))
+        and any((place / name).is_file() for name in names)
+    )
+
+
+def _guess(folder: Path, task: Any) -> TaskRecord:
+    """A record for a folder that has none: of a model of transformers, or for a task that the user made."""
+    if task is not None:
+        return TaskRecord(type(task).__name__, type(task).__module__, {}, {}, DatasetInfo(), {}, {})
+    kind = None
+    if (folder / _CONFIG).is_file() and not (folder / ADAPTER_CONFIG).is_file():
+        try:
+            config = decode_json((folder / _CONFIG).read_bytes())
+            name = str((config.get("architectures") or [""])[0])
+            is_seq2seq = name.endswith("ForConditionalGeneration") and "vision_config" not in config
+            kind = "seq2seq" if is_seq2seq else kind_of_name(name)
+        except (ValueError, AttributeError, TypeError, IndexError) as error:
+            raise DataError(f"Expected the configuration of a model in {folder / _CONFIG}: {error}") from error
+    if kind not in _TASKS:
+        raise DataError(
+            f"Expected task.json in {folder}, which describes the task, received none: the model was trained by "
+            "another entry point, or by an older version. Pass the task: trainformer.load(folder, task=...)."
+        )
+    found: Any = find_task(_TASKS[kind])
+    return TaskRecord(found.__name__, found.__module__, {"model_name": str(folder)}, {}, DatasetInfo(), {}, {})
+
+
+def _changes(record: TaskRecord, folder: Path, base: str | Path | None) -> dict[str, Any]:
+    """Arguments that differ where the model is only used: weights and tokenizer come from the folder."""
+    names = {*record.arguments, *record.opaque}
+    is_adapter = (folder / ADAPTER_CONFIG).is_file()
+    if base is not None and not is_adapter:
+        raise BadArgument(expected("a base for an adapter alone", str(base), "This folder holds a whole model."))
+    changes: dict[str, Any] = {}
+    if "model_name" in names:
+        changes = {name: str(folder) for name in ("tokenizer", "processor") if name in names}
+        changes["attention"] = _safe_attention(record)
+        if not is_adapter:
+            changes |= {"model_name": str(folder), "adapter": None, "model_kwargs": {}}
+        elif not _is_safe(record.arguments.get("model_kwargs")):
+            do = "Make the task yourself and pass it as task=."
+            raise BadArgument(expected("model_kwargs that are numbers", record.arguments["model_kwargs"], do))
+        elif base is not None:
+            changes["model_name"] = str(base)
+        elif "model_name" in record.opaque:
+            do = "Pass base=, a hub name or a folder of the model."
+            raise BadArgument(expected("the model that the adapter belongs to", "none", do))
+        if "cache_dir" in names:
+            changes["cache_dir"] = None
+    if "backbone" in names:
+        changes |= _vision_changes(record, is_adapter)
+    if "augment" in record.opaque:  # it is for training
+        changes["augment"] = None if record.task in ("SSL", "CLIP") else "none"
+    return changes
+
+
+def _safe_attention(record: TaskRecord) -> str | None:
+    """The name of a kernel may be that of a repository, whose code transformers would run."""
+    name = record.arguments.get("attention")
+    return name if name in _ATTENTION else None
+
+
+def _is_safe(options: Any) -> bool:
+    """Whether options of `from_pretrained` cannot make it run code or open pickles. Numbers belong to the config."""
+    values = options.values() if isinstance(options, Mapping) else [] if options is None else [options]
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def _vision_changes(record: TaskRecord, is_adapter: bool) -> dict[str, Any]:
+    if ":" in str(record.arguments.get("backbone", "")):
+        do = "Make the task yourself and pass it as task=."
+        raise BadArgument(expected("a backbone of timm", record.arguments["backbone"], do))
+    options = record.arguments.get("model_kwargs")
+    # A file that timm would open; the weights are in the folder.
+    kept = {k: v for k, v in options.items() if k != "checkpoint_path"} if isinstance(options, Mapping) else {}
+    changes: dict[str, Any] = {"model_kwargs": kept}
+    if "recipe" in record.arguments:
+        changes["recipe"] = None  # its arguments are recorded
+    if not is_adapter:
+        changes |= {"pretrained": False, "checkpoint": None}
+    return changes
