@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from trainformer.run import RunSettings
-from trainformer.tasks import CausalLM, ImageClassification, MetricLearning
+from trainformer.tasks import CausalLM, ImageClassification, MetricLearning, SemanticSegmentation
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -140,6 +140,7 @@ def anchors(page):
         ("trainer.md", RunSettings),
         ("image-classification.md", ImageClassification),
         ("metric-learning.md", MetricLearning),
+        ("segmentation.md", SemanticSegmentation),
         ("language.md", CausalLM),
     ],
 )

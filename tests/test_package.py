@@ -8,7 +8,8 @@ import pytest
 
 PUBLIC = {
     "trainformer": "DatasetInfo Loss PipelineConfig PipelineContext Task TaskBase Trainer seed_everything",
-    "trainformer.tasks": "CLIP CausalLM DPO DatasetInfo ImageClassification Loss MaskedLM MetricLearning SSL Seq2Seq "
+    "trainformer.tasks": "CLIP CausalLM DPO DatasetInfo ImageClassification Loss MaskedLM MetricLearning "
+    "ObjectDetection SSL SemanticSegmentation Seq2Seq TabularClassification TabularRegression TimeSeriesForecasting "
     "Task TaskBase TextClassification TextEmbedding TokenClassification VLM find_task task_names",
     "trainformer.callbacks": "Callback CallbackList CollapseMonitor EMA EarlyStopping GradientMonitor ImageSamples "
     "LRFinder LRMonitor ModelCheckpoint OnlineKNN OnlineLinear ProgressBar TextSamples Throughput make_callback",

@@ -24,6 +24,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.tasks.multimodal.vlm": ["VLM"],
         "trainformer.tasks.vision.classification": ["ImageClassification"],
         "trainformer.tasks.vision.metric_learning": ["MetricLearning"],
+        "trainformer.tasks.vision.segmentation": ["SemanticSegmentation"],
         "trainformer.tasks.vision.ssl.task": ["SSL"],
     },
 )
