@@ -86,6 +86,10 @@ class TaskBase:
             "or define load_data(self, path) on the task."
         )
 
+    def convert_data(self, data: Any) -> Any:
+        """Convert what was passed as data, such as a DataFrame, to a dataset. Anything else is returned unchanged."""
+        return data
+
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         """Wrap a dataset with the transforms of this task; `train` enables augmentation."""
         return dataset

@@ -196,7 +196,8 @@ class SemanticSegmentation(VisionTask):
             needs_masks=train,
         )
 
-    def collate_fn(self, examples: list[Any]) -> Any:
+    @staticmethod
+    def collate_fn(examples: list[Any]) -> Any:  # type: ignore[override]
         """Stack the samples; masks of unequal sizes stay a list."""
         if not isinstance(examples[0], Mapping) or "mask" not in examples[0]:
             return default_collate(examples)
