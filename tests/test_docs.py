@@ -16,7 +16,14 @@ import pytest
 import torch
 
 from trainformer.run import RunSettings
-from trainformer.tasks import CausalLM, ImageClassification, MetricLearning, SemanticSegmentation, TabularRegression
+from trainformer.tasks import (
+    CausalLM,
+    ImageClassification,
+    MetricLearning,
+    ObjectDetection,
+    SemanticSegmentation,
+    TabularRegression,
+)
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -141,6 +148,7 @@ def anchors(page):
         ("image-classification.md", ImageClassification),
         ("metric-learning.md", MetricLearning),
         ("segmentation.md", SemanticSegmentation),
+        ("detection.md", ObjectDetection),
         ("tabular.md", TabularRegression),
         ("language.md", CausalLM),
     ],

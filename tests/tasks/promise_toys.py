@@ -9,7 +9,13 @@ from torch import Tensor, nn
 
 from trainformer import Trainer
 from trainformer.data.shapes import draw_shapes
-from trainformer.tasks import ObjectDetection, SemanticSegmentation, TabularClassification, TabularRegression
+from trainformer.tasks import (
+    ObjectDetection,
+    SemanticSegmentation,
+    TabularClassification,
+    TabularRegression,
+    TimeSeriesForecasting,
+)
 
 
 class Pixelwise(nn.Module):
@@ -128,11 +134,19 @@ def classification(**more: Any) -> Trainer:
     return Trainer(task, table(24), val_data=table(7), **settings(**more))
 
 
+def forecasting(**more: Any) -> Trainer:
+    torch.manual_seed(0)
+    data = [torch.arange(60.0).sin().double().numpy() * 3 + 5, torch.arange(40.0).cos().double().numpy()]
+    task = TimeSeriesForecasting(nn.Linear(12, 4).double(), 12, 4, season=6)
+    return Trainer(task, data, val_split=9, **settings(**more))
+
+
 CASES = {
     "segmentation": segmentation,
     "detection": detection,
     "regression": regression,
     "classification": classification,
+    "forecasting": forecasting,
 }
 
 

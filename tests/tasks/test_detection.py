@@ -300,8 +300,10 @@ def test_a_detector_of_the_user():
 
 
 def test_quality_on_the_sample():
+    """A `map_50` of 0.28 after 60 steps was seen; an untrained detector has 0."""
     torch.manual_seed(0)
     task = ObjectDetection(detector(64), augment="flip")
-    options = settings(max_steps=150, batch_size=16, lr=1e-2, optimizer="adamw")
-    trainer = Trainer(task, "shapes", val_data="shapes:test", **options).fit()
-    assert trainer.evaluate()["val/map_50"] > 0.2
+    trainer = Trainer(
+        task, "shapes", val_data="shapes:test", **settings(max_steps=60, lr=5e-3, optimizer="adamw")
+    ).fit()
+    assert trainer.evaluate()["val/map_50"] > 0.12

@@ -13,6 +13,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "trainformer.tasks.base": ["DatasetInfo", "Loss", "Task", "TaskBase"],
+        "trainformer.tasks.forecasting": ["TimeSeriesForecasting"],
         "trainformer.tasks.language.causal_lm": ["CausalLM"],
         "trainformer.tasks.language.dpo": ["DPO"],
         "trainformer.tasks.language.embedding": ["TextEmbedding"],

@@ -94,6 +94,10 @@ class TaskBase:
         """Wrap a dataset with the transforms of this task; `train` enables augmentation."""
         return dataset
 
+    def prediction_data(self, dataset: Any) -> Any:
+        """Return the samples to predict for, if these are not those of the dataset (the end of a series)."""
+        return dataset
+
     def collate_fn(self, examples: list[Any]) -> Any:
         """Collate samples into a batch. Without it, torch's `default_collate` is used."""
 

@@ -285,8 +285,7 @@ class TabularRegression(TabularTask):
         return {"loss": loss, "prediction": self._in_units(guesses), "target": self._in_units(targets)}
 
     def _in_units(self, values: Tensor) -> Tensor:
-        mean, std = self._mean.to(values.device), self._std.to(values.device)
-        return values.double() * std + mean
+        return values.detach().cpu().double() * self._std + self._mean  # some accelerators have no float64
 
     def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
         """R², RMSE and MAE over all rows."""

@@ -155,7 +155,10 @@ class Evaluation:
     def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, Tensor]]:
         """One dict per sample, in input order."""
         # Every input must have a row: unreadable samples raise here, whatever training does with them.
-        return self.inference.predict(self._source(load(self.task, data), batch_size, skip_bad=False))
+        loaded = load(self.task, data)
+        if provides(self.task, "prediction_data"):
+            loaded = self.task.prediction_data(loaded)
+        return self.inference.predict(self._source(loaded, batch_size, skip_bad=False))
 
     def embed(self, data: Any, max_samples: int | None = None) -> dict[str, Tensor]:
         """Embeddings (and labels) of data: "train", "val", or anything that can be predicted for."""
