@@ -23,6 +23,7 @@ from trainformer.tasks import (
     ObjectDetection,
     SemanticSegmentation,
     TabularRegression,
+    TimeSeriesForecasting,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -150,6 +151,7 @@ def anchors(page):
         ("segmentation.md", SemanticSegmentation),
         ("detection.md", ObjectDetection),
         ("tabular.md", TabularRegression),
+        ("forecasting.md", TimeSeriesForecasting),
         ("language.md", CausalLM),
     ],
 )

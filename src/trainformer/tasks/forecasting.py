@@ -124,8 +124,9 @@ class TimeSeriesForecasting(TaskBase):
         """Windows of the series."""
         if isinstance(dataset, Windows):
             return dataset
-        options = {"standardize": self.scale, "stride": self.stride if train else 1, "errors": self._errors}
-        return Windows(_series_of(dataset), self.context_length, self.horizon, **options)
+        stride = self.stride if train else 1
+        sizes = (self.context_length, self.horizon)
+        return Windows(_series_of(dataset), *sizes, standardize=self.scale, stride=stride, errors=self._errors)
 
     def prediction_data(self, dataset: Any) -> Windows:
         """The last context of each series: a prediction is what follows it."""

@@ -70,7 +70,7 @@ class TabularTask(TaskBase):
 
     # -- data ----------------------------------------------------------------------------------------------
 
-    def load_data(self, path: str) -> Table:
+    def load_data(self, path: str) -> Any:
         return self.convert_data(path)
 
     def convert_data(self, data: Any) -> Any:
@@ -197,10 +197,9 @@ class TabularTask(TaskBase):
             return
         own, loaded = self.encoder, TableEncoder.from_state(state["encoder"])
         if (own.width, len(own.categorical)) != (loaded.width, len(loaded.categorical)):
-            columns = [column.name for column in (*loaded.numeric, *loaded.categorical)]
-            received = [column.name for column in (*own.numeric, *own.categorical)]
+            what = f"data with the columns of the checkpoint ({', '.join(loaded.names)})"
             do = "Pass the data that the checkpoint was trained on, and other data to evaluate()."
-            raise DataError(expected(f"data with the columns of the checkpoint ({', '.join(columns)})", received, do))
+            raise DataError(expected(what, own.names, do))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prepared": []}  # a copy has no data

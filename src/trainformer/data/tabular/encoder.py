@@ -82,6 +82,11 @@ class TableEncoder:
         return cls(tuple(numbers), tuple(kinds))
 
     @property
+    def names(self) -> list[str]:
+        """All columns."""
+        return [*(column.name for column in self.numeric), *(column.name for column in self.categorical)]
+
+    @property
     def width(self) -> int:
         """Number of numeric inputs, with the marks of missing values."""
         return len(self.numeric) + sum(column.has_missing for column in self.numeric)
@@ -93,8 +98,7 @@ class TableEncoder:
 
     def encode(self, table: Table) -> tuple[np.ndarray, np.ndarray]:
         """Numbers (rows, width) as float32 and category indices (rows, columns) as int64."""
-        wanted = [column.name for column in (*self.numeric, *self.categorical)]
-        absent = [name for name in wanted if name not in table.columns]
+        absent = [name for name in self.names if name not in table.columns]
         if absent:
             do = "These columns were there in training."
             raise DataError(expected(f"the columns {', '.join(absent)} in {table.name}", list(table.columns), do))

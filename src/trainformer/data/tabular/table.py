@@ -105,10 +105,12 @@ def load_table(data: Any) -> Any:
     if isinstance(data, list) and data and all(isinstance(row, Mapping) for row in data):
         names = list(dict.fromkeys(key for row in data for key in row))
         return Table({name: [row.get(name) for row in data] for name in names}, "the list of rows")
-    names = getattr(data, "column_names", None) or getattr(data, "columns", None)
-    if names is None or callable(names) or not hasattr(data, "__getitem__"):
+    found: Any = getattr(data, "column_names", None)  # Arrow and HF datasets
+    if found is None:
+        found = getattr(data, "columns", None)
+    if found is None or callable(found) or not hasattr(data, "__getitem__"):
         return data
-    return Table({str(name): data[name] for name in _unique(list(names))}, f"the {type(data).__name__}")
+    return Table({str(name): data[name] for name in _unique(list(found))}, f"the {type(data).__name__}")
 
 
 def sample_names() -> list[str]:
@@ -228,7 +230,7 @@ def _column(values: Any, name: str) -> np.ndarray:
 
 
 def _objects(values: Any) -> np.ndarray:
-    listed = list(values)
+    listed = values.to_pylist() if hasattr(values, "to_pylist") else list(values)
     array = np.empty(len(listed), dtype=object)
     array[:] = listed
     return array

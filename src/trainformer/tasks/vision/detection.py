@@ -193,9 +193,14 @@ class ObjectDetection(VisionTask):
     def get_eval_transforms(self) -> None:  # type: ignore[override]
         """Detectors normalise images themselves."""
 
+    @staticmethod
+    def _pair(batch: Any) -> tuple[Any, Any]:
+        """Images and targets of a batch."""
+        return split_boxes(batch, 0)
+
     def _parts(self, batch: Any) -> tuple[list[Tensor], Any, list[tuple[int, int]] | None]:
         """Images from 0 to 1, targets (None if there are none) and the sizes of the pictures before resizing."""
-        images, targets = split_boxes(batch, 0)
+        images, targets = self._pair(batch)
         kind = model_dtype(self.model)
         pixels = [image.to(kind) / 255 if image.dtype == torch.uint8 else image.to(kind) for image in images]
         sizes = batch.get("size") if isinstance(batch, Mapping) else None
@@ -243,7 +248,7 @@ class ObjectDetection(VisionTask):
 
     def eval_step(self, batch: Any) -> dict[str, Any]:
         """Detections and targets of each picture, for the metrics of the whole dataset."""
-        _, targets = split_boxes(batch, 0)
+        targets = self._pair(batch)[1]
         if targets is None:
             raise DataError(f"Expected pictures with boxes to evaluate on, received pictures alone. {BOX_LAYOUT}")
         found = self._detect(batch)
@@ -273,7 +278,7 @@ class ObjectDetection(VisionTask):
     # -- checks, config and state --------------------------------------------------------------------------
 
     def check_batch(self, batch: Any) -> list[str]:
-        images, targets = split_boxes(batch, 0)
+        images, targets = self._pair(batch)
         problems = []
         if isinstance(images, Tensor) and images.is_floating_point() and float(images.max()) > 1.5:
             problems.append("Float images should be from 0 to 1, but their values are larger. Pass pixels as uint8.")

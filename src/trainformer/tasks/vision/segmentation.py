@@ -268,11 +268,11 @@ class SemanticSegmentation(VisionTask):
         images, masks, sizes = self._parts(batch)
         if masks is None:
             raise DataError(f"Expected pictures with masks to evaluate on, received pictures alone. {MASK_LAYOUT}")
-        total, weight, counts = 0.0, 0.0, []
+        losses, counts = [], []
         for logits, mask in zip(self._full_logits(images, sizes), masks, strict=True):
-            loss = self._loss(logits[None], mask[None], weighted=False)
-            total, weight = total + loss.sum, weight + loss.weight
+            losses.append(self._loss(logits[None], mask[None], weighted=False))
             counts.append(pixel_counts(logits.argmax(0), mask, logits.shape[0], self.ignore_index))
+        total, weight = (torch.stack(part).sum() for part in zip(*losses, strict=True))
         return {"loss": (total, weight), "counts": torch.stack(counts)}
 
     def on_eval_end(self, rows: dict[str, Any]) -> dict[str, float]:
