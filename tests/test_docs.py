@@ -32,11 +32,13 @@ PAGES = [*EXAMPLES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 SLOW = {
     "README.md",
     "cli.md",
+    "detection.md",
     "getting-started.md",
     "image-classification.md",
     "jax.md",
     "language.md",
     "multimodal.md",
+    "segmentation.md",
     "sweep.md",
     "text-tasks.md",
 }  # pages that take more than some five seconds

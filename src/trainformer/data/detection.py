@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from trainformer.core.errors import DataError, expected
 from trainformer.data.coco import CocoFile, find_coco
 from trainformer.data.fetcher import is_in_memory, unwrap_subsets
-from trainformer.data.folder import read_image
+from trainformer.data.folder import read_image, relative_names
 from trainformer.data.hub import is_hf_saved, load_from_hub, load_hf_saved
 from trainformer.data.image import load_images
 from trainformer.data.pixels import image_tensor, with_channels
@@ -47,6 +47,11 @@ class BoxedImages(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Any, Target]:
         return read_image(self.files[index], self.channels), self.target(index)
+
+    @property
+    def ids(self) -> list[str]:
+        """Names of the files, relative to their folder."""
+        return relative_names(self.files)
 
     def target(self, index: int) -> Target:
         """The boxes of a picture."""
@@ -130,6 +135,10 @@ class BoxedArrays(BoxedImages):
 
     def __init__(self, images: Sequence[Any], targets: Sequence[Target], classes: Sequence[str]) -> None:
         self.images, self.targets_in_memory, self.classes = images, targets, list(classes)
+
+    @property
+    def ids(self) -> list[str]:
+        return [str(index) for index in range(len(self))]
 
     def __len__(self) -> int:
         return len(self.images)

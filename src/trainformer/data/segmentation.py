@@ -20,7 +20,7 @@ from trainformer.core.errors import DataError, expected
 from trainformer.core.optional import require
 from trainformer.data.coco import CocoFile, find_coco, rasterize
 from trainformer.data.fetcher import is_in_memory, tensors_of, unwrap_subsets
-from trainformer.data.folder import _images_below, read_image
+from trainformer.data.folder import images_below, read_image, relative_names
 from trainformer.data.hub import is_hf_saved, load_from_hub, load_hf_saved
 from trainformer.data.image import load_images
 from trainformer.data.pixels import image_tensor, is_pil, with_channels
@@ -52,6 +52,11 @@ class MaskedImages(Dataset):
 
     channels: int | None = 3
 
+    @property
+    def ids(self) -> list[str]:
+        """Names of the files, relative to their folder."""
+        return relative_names(self.files)
+
     def mask(self, index: int) -> np.ndarray:
         """The class index of each pixel, (H, W)."""
         raise NotImplementedError
@@ -69,8 +74,8 @@ class SegmentationFolder(MaskedImages):
         if images is None or masks is None:
             found = sorted(entry.name for entry in self.root.iterdir())[:8]
             raise DataError(expected(f"the folders images and masks in '{self.root}'", found, MASK_LAYOUT))
-        pictures = {_stem(path, images): path for path in _images_below(images)}
-        drawn = {_stem(path, masks): path for path in _images_below(masks)}
+        pictures = {_stem(path, images): path for path in images_below(images)}
+        drawn = {_stem(path, masks): path for path in images_below(masks)}
         if not pictures:
             raise DataError(f"Expected pictures in '{images}', received none. {MASK_LAYOUT}")
         missing = sorted(pictures.keys() - drawn.keys())
@@ -118,6 +123,10 @@ class MaskedArrays(MaskedImages):
         self.images, self.masks = images, masks
         if classes is not None:
             self.classes = list(classes)
+
+    @property
+    def ids(self) -> list[str]:
+        return [str(index) for index in range(len(self))]
 
     def __len__(self) -> int:
         return len(self.images)

@@ -153,6 +153,11 @@ class Windows(Dataset):
 class FutureWindows(Windows):
     """One window per series: its last context, to forecast what follows."""
 
+    @property
+    def ids(self) -> list[str]:
+        """Names of the series."""
+        return self.series.names
+
     def _find_places(self, stride: int) -> list[tuple[int, int]]:
         for name, values, known in zip(self.series.names, self.series.values, self.series.covariates, strict=True):
             if len(values) < self.context:

@@ -31,6 +31,7 @@ def pixel_loss(
     ``sum / weight`` of the cross-entropy is the mean of `torch.nn.CrossEntropyLoss` over all valid pixels. The Dice
     loss of an image counts with the weight of its pixels, so that the sum over several batches is that of one batch.
 
+    >>> import torch
     >>> logits = torch.tensor([[[[9.0, -9.0]], [[-9.0, 9.0]]]])
     >>> loss = pixel_loss(logits, torch.tensor([[[0, 255]]]), dice=1.0)
     >>> round((loss.sum / loss.weight).item(), 4), loss.weight.item()

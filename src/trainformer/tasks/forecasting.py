@@ -23,6 +23,7 @@ from trainformer.losses.numerics import upcast
 from trainformer.models.backbones import UnbuiltModel, model_dtype
 from trainformer.models.forecasting import FORECASTERS, build_forecaster
 from trainformer.tasks.base import TaskBase
+from trainformer.tasks.export_limits import WeightsOnly
 
 _LOSSES = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": F.smooth_l1_loss}
 
@@ -189,9 +190,20 @@ class TimeSeriesForecasting(TaskBase):
             arguments["model_name"] = type(self.model_name).__qualname__
         return arguments
 
+    def export_module(self, model: nn.Module) -> nn.Module:
+        return WeightsOnly(model, "contexts and covariates")
+
+    def learned(self) -> dict[str, Any]:
+        """The seasonal errors and the scale of the covariates, recorded for predictions without the training data."""
+        return self.state_dict()
+
+    def use_learned(self, learned: Mapping[str, Any]) -> None:
+        """Take over what `learned` returned."""
+        self.load_state_dict(dict(learned))
+
     def state_dict(self) -> dict[str, Any]:
         return {
-            "errors": dict(self._errors),
+            "errors": {name: error for name, error in self._errors.items() if math.isfinite(error)},
             "series": list(self.series_names),
             "mean": self._mean.tolist(),
             "std": self._std.tolist(),

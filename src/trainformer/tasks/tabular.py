@@ -29,6 +29,7 @@ from trainformer.models.backbones import UnbuiltModel
 from trainformer.models.tabular import TABULAR_MODELS, build_tabular
 from trainformer.tasks.base import TaskBase
 from trainformer.tasks.classification_report import confusion_record
+from trainformer.tasks.export_limits import WeightsOnly
 from trainformer.tasks.vision.checks import balanced_weights, given_weights
 
 _TARGETS = ("target", "label", "y", "class")  # looked for if none is named
@@ -175,6 +176,17 @@ class TabularTask(TaskBase):
             columns = {kind: [c.name for c in getattr(self.encoder, kind)] for kind in ("numeric", "categorical")}
             arguments["columns"] = columns
         return arguments | {"target": self._targets or self.target}
+
+    def export_module(self, model: nn.Module) -> nn.Module:
+        return WeightsOnly(model, "numbers and category indices")
+
+    def learned(self) -> dict[str, Any]:
+        """The encoding of the columns, with which the network can be built again without the data."""
+        return self.state_dict()
+
+    def use_learned(self, learned: Mapping[str, Any]) -> None:
+        """Take over what `learned` returned."""
+        self.load_state_dict(dict(learned))
 
     def state_dict(self) -> dict[str, Any]:
         encoder = None if self.encoder is None else self.encoder.state_dict()

@@ -30,6 +30,7 @@ from trainformer.models.detection import (
     label_offset_of,
     set_limits,
 )
+from trainformer.tasks.export_limits import WeightsOnly
 from trainformer.tasks.vision.base import VisionTask, fingerprint, image_size_of
 from trainformer.tasks.vision.box_augment import BoxAugment, BoxTransform, check_box_augment
 from trainformer.tasks.vision.joint_augment import fitted_size
@@ -56,6 +57,7 @@ class ObjectDetection(VisionTask):
     first class in your own module: 1 if 0 is the background.
 
     >>> task = ObjectDetection("resnet10t", num_classes=3, pretrained=False, image_size=64)
+    >>> _ = task.model.eval()
     >>> sorted(task.predict_step(torch.zeros(2, 3, 64, 64, dtype=torch.uint8)))
     ['boxes', 'labels', 'scores']
     """
@@ -285,6 +287,9 @@ class ObjectDetection(VisionTask):
         if targets is not None and not any(len(one["boxes"]) for one in targets):
             problems.append("No image of the batch has a box.")
         return problems
+
+    def export_module(self, model: nn.Module) -> nn.Module:
+        return WeightsOnly(model, "a list of images")
 
     def config_dict(self) -> dict[str, Any]:
         return super().config_dict() | {"class_names": self.class_names}

@@ -306,6 +306,10 @@ class SemanticSegmentation(VisionTask):
             )
         return problems
 
+    def export_module(self, model: nn.Module) -> nn.Module:
+        """A module that returns logits in the size of the images."""
+        return _Logits(model)
+
     def config_dict(self) -> dict[str, Any]:
         return super().config_dict() | {"class_names": self.class_names}
 
@@ -315,3 +319,19 @@ class SemanticSegmentation(VisionTask):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.class_names = state["class_names"]
+
+
+class _Logits(nn.Module):
+    """From normalised images to logits, with the state dict of the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.state_dict(*args, **kwargs)
+
+    def forward(self, images: Tensor) -> Tensor:
+        output = self.model(images)
+        output = output["out"] if isinstance(output, Mapping) else output
+        return resize_logits(getattr(output, "logits", output), images.shape[-2:])
