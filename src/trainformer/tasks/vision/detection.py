@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from trainformer.core import BadArgument, DataError, Loss
-from trainformer.core.errors import check_count, expected
+from trainformer.core.errors import check_count, did_you_mean, expected
 from trainformer.data.detection import BOX_LAYOUT, PreparedBoxes, load_detection, scan_labels, split_boxes
 from trainformer.data.labels import is_stream
 from trainformer.data.metadata import DatasetInfo
@@ -107,7 +107,8 @@ class ObjectDetection(VisionTask):
         try:
             check_backbone(name)
         except BadArgument as error:
-            raise BadArgument(f"{error} Detectors of torchvision: {', '.join(DETECTORS)}.") from None
+            known = f"{did_you_mean(name, DETECTORS, most=1)} Detectors of torchvision: {', '.join(DETECTORS)}."
+            raise BadArgument(expected("backbone to be a detector or a timm model", name, known.strip())) from error
 
     def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
         """The metric to monitor: detectors have no loss in evaluation."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from trainformer.core import BadArgument, DataError, Loss
-from trainformer.core.errors import check_choice, check_count, expected
+from trainformer.core.errors import check_choice, check_count, did_you_mean, expected
 from trainformer.data.labels import is_stream
 from trainformer.data.metadata import DatasetInfo
 from trainformer.data.order import preserved_generators
@@ -123,7 +123,9 @@ class SemanticSegmentation(VisionTask):
         try:
             check_backbone(name)
         except BadArgument as error:
-            raise BadArgument(f"{error} Models of torchvision: {', '.join(SEGMENTATION_MODELS)}.") from None
+            hint = did_you_mean(name, SEGMENTATION_MODELS, most=1)
+            known = f"{hint} Models of torchvision: {', '.join(SEGMENTATION_MODELS)}."
+            raise BadArgument(expected("backbone to be a model of timm or torchvision", name, known.strip())) from error
 
     def inspect_dataset(self, dataset: Any) -> None:
         """Find the number of classes in the masks, if neither the user nor the data name them."""
