@@ -311,18 +311,6 @@ def resized(tensors: ImageTensors, geometry: BackboneConfig) -> ImageTensors:
     return tensors.with_images(sample_transform(None, geometry, from_files=False)(tensors.images))
 
 
-def image_size_of(
-    image: Any, config: BackboneConfig, for_files: tuple[int, int], any_size: bool = False
-) -> tuple[int, int]:
-    """The input size for images like this one: tensors keep theirs, if the backbone allows it."""
-    if is_pil(image):
-        return config.size if config.fixed_size else for_files
-    if config.fixed_size:
-        return config.size
-    size = image_hw(tuple(image.shape))
-    return size if any_size else _at_least(size)
-
-
 def fingerprint(model: nn.Module) -> list[tuple[int, int]]:
     """Identify the current weights: it changes when a parameter is replaced or written to (torch counts writes)."""
     return [(id(parameter), parameter._version) for parameter in model.parameters()]
@@ -351,3 +339,15 @@ def _at_least(size: tuple[int, int], smallest: int = _SMALLEST) -> tuple[int, in
     """
     factor = max(1.0, smallest / min(size))
     return round(size[0] * factor), round(size[1] * factor)
+
+
+def image_size_of(
+    image: Any, config: BackboneConfig, for_files: tuple[int, int], any_size: bool = False
+) -> tuple[int, int]:
+    """The input size for images like this one: tensors keep theirs, if the backbone allows it."""
+    if is_pil(image):
+        return config.size if config.fixed_size else for_files
+    if config.fixed_size:
+        return config.size
+    size = image_hw(tuple(image.shape))
+    return size if any_size else _at_least(size)
