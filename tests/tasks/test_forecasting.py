@@ -156,7 +156,7 @@ def test_plausible_mistakes_in_tables(change, error, match):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"model_name": "dliner"}, "Did you mean 'dlinear'"),
+        ({"network": "dliner"}, "Did you mean 'dlinear'"),
         ({"season": 30, "context_length": 24}, "season to be at most context_length=24"),
         ({"horizon": 0}, "horizon to be a positive integer"),
         ({"covariates": "hour"}, "covariates to be a list"),

@@ -32,7 +32,7 @@ _LOSSES = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": F.smooth_l1_loss}
 class TimeSeriesForecasting(TaskBase):
     """Forecast the next `horizon` values of a series from the last `context_length`.
 
-    `model_name` is `"dlinear"`, `"nbeats"`, or your own module, which is called with the contexts (N, L) and, if there
+    `network` is `"dlinear"`, `"nbeats"`, or your own module, which is called with the contexts (N, L) and, if there
     are any, the covariates (N, L + H, C), and returns (N, H). `target`, `time` and `series` are the columns of a table
     with the values, the times and the names of the series. `covariates` are further columns of numbers, which are known
     in advance.
@@ -49,7 +49,7 @@ class TimeSeriesForecasting(TaskBase):
     torch.Size([12])
     """
 
-    model_name: str | nn.Module = "dlinear"
+    network: str | nn.Module = "dlinear"
     context_length: int = 96
     horizon: int = 24
     _: KW_ONLY
@@ -68,8 +68,8 @@ class TimeSeriesForecasting(TaskBase):
     series_names: list[str] = field(init=False, default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model_name, nn.Module):
-            check_choice("model_name", self.model_name, FORECASTERS)
+        if not isinstance(self.network, nn.Module):
+            check_choice("network", self.network, FORECASTERS)
         check_choice("loss", self.loss, _LOSSES)
         for name in ("context_length", "horizon", "season", "stride", "width", "depth"):
             check_count(name, getattr(self, name))
@@ -83,7 +83,7 @@ class TimeSeriesForecasting(TaskBase):
         self._errors: dict[str, float] = {}
         self._windows = 0
         self._mean, self._std = torch.zeros(len(self.covariates)), torch.ones(len(self.covariates))
-        self.model = self.model_name if isinstance(self.model_name, nn.Module) else UnbuiltModel()
+        self.model = self.network if isinstance(self.network, nn.Module) else UnbuiltModel()
 
     # -- data ----------------------------------------------------------------------------------------------
 
@@ -117,9 +117,9 @@ class TimeSeriesForecasting(TaskBase):
         """Build the network. One that exists is kept."""
         info.num_samples = self._windows or info.num_samples  # windows, not series
         if isinstance(self.model, UnbuiltModel):
-            assert isinstance(self.model_name, str)
+            assert isinstance(self.network, str)
             sizes = (self.context_length, self.horizon, len(self.covariates))
-            self.model = build_forecaster(self.model_name, *sizes, self.width, self.depth, self.dropout)
+            self.model = build_forecaster(self.network, *sizes, self.width, self.depth, self.dropout)
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Windows:
         """Windows of the series."""
@@ -141,7 +141,7 @@ class TimeSeriesForecasting(TaskBase):
         if self._mean.device != context.device:  # once: a copy in each step would synchronise
             self._mean, self._std = self._mean.to(context.device), self._std.to(context.device)
         known = ((batch["covariates"] - self._mean) / self._std).to(kind)
-        plain = isinstance(self.model_name, nn.Module) and not known.shape[-1]
+        plain = isinstance(self.network, nn.Module) and not known.shape[-1]
         output = self.model(context.to(kind)) if plain else self.model(context.to(kind), known)
         if output.shape != (len(context), self.horizon):
             what = f"forecasts of shape (batch, {self.horizon}) from the model"
@@ -186,8 +186,8 @@ class TimeSeriesForecasting(TaskBase):
 
     def config_dict(self) -> dict[str, Any]:
         arguments = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        if isinstance(self.model_name, nn.Module):
-            arguments["model_name"] = type(self.model_name).__qualname__
+        if isinstance(self.network, nn.Module):
+            arguments["network"] = type(self.network).__qualname__
         return arguments
 
     def export_module(self, model: nn.Module) -> nn.Module:

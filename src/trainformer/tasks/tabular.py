@@ -39,7 +39,7 @@ _TARGETS = ("target", "label", "y", "class")  # looked for if none is named
 class TabularTask(TaskBase):
     """Base class of the tabular tasks, with the arguments that they share."""
 
-    model_name: str | nn.Module = "mlp"
+    network: str | nn.Module = "mlp"
     target: str | Sequence[str] | None = None
     _: KW_ONLY
     categorical: Sequence[str] | None = None
@@ -53,10 +53,10 @@ class TabularTask(TaskBase):
     several_targets: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model_name, nn.Module):
-            check_choice("model_name", self.model_name, TABULAR_MODELS)
+        if not isinstance(self.network, nn.Module):
+            check_choice("network", self.network, TABULAR_MODELS)
         check_count("width", self.width)
-        check_count("depth", self.depth, least=0 if self.model_name == "mlp" else 1)
+        check_count("depth", self.depth, least=0 if self.network == "mlp" else 1)
         if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             raise BadArgument(expected("dropout to be at least 0 and below 1", self.dropout))
         for name in ("categorical", "ignore"):
@@ -67,7 +67,7 @@ class TabularTask(TaskBase):
         self._targets: list[str] = []
         # What was encoded, to encode it again after a load; weak, since predictions encode data too.
         self._prepared: list[tuple[Table, weakref.ref[TensorDataset]]] = []
-        self.model = self.model_name if isinstance(self.model_name, nn.Module) else UnbuiltModel()
+        self.model = self.network if isinstance(self.network, nn.Module) else UnbuiltModel()
 
     # -- data ----------------------------------------------------------------------------------------------
 
@@ -114,12 +114,12 @@ class TabularTask(TaskBase):
         if not isinstance(self.model, UnbuiltModel):
             return
         if self.encoder is None:
-            do = "Pass a table, arrays or a file, or a module as model_name."
+            do = "Pass a table, arrays or a file, or a module as network."
             raise BadArgument(expected("data whose columns are known", "a loader of batches", do))
-        assert isinstance(self.model_name, str)
+        assert isinstance(self.network, str)
         width, kinds = self.encoder.width, self.encoder.cardinalities
         self.model = build_tabular(
-            self.model_name, width, kinds, self._outputs(info), self.width, self.depth, self.dropout
+            self.network, width, kinds, self._outputs(info), self.width, self.depth, self.dropout
         )
 
     def _outputs(self, info: DatasetInfo) -> int:
@@ -148,7 +148,7 @@ class TabularTask(TaskBase):
     def _forward(self, batch: Any) -> Tensor:
         """Outputs of the network in float32 or float64. A module of the user gets categories only if there are any."""
         numbers, categories = batch[0], batch[1]
-        if isinstance(self.model_name, nn.Module) and not categories.shape[1]:
+        if isinstance(self.network, nn.Module) and not categories.shape[1]:
             return upcast(self.model(numbers))
         return upcast(self.model(numbers, categories))
 
@@ -170,8 +170,8 @@ class TabularTask(TaskBase):
 
     def config_dict(self) -> dict[str, Any]:
         arguments = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        if isinstance(self.model_name, nn.Module):
-            arguments["model_name"] = type(self.model_name).__qualname__
+        if isinstance(self.network, nn.Module):
+            arguments["network"] = type(self.network).__qualname__
         if self.encoder is not None:
             columns = {kind: [c.name for c in getattr(self.encoder, kind)] for kind in ("numeric", "categorical")}
             arguments["columns"] = columns
@@ -221,7 +221,7 @@ class TabularTask(TaskBase):
 class TabularRegression(TabularTask):
     """Predict one or several numbers from the columns of a table.
 
-    `model_name` is `"mlp"`, `"resnet"`, `"ft-transformer"`, or your own module, which is called with the numbers (N, F)
+    `network` is `"mlp"`, `"resnet"`, `"ft-transformer"`, or your own module, which is called with the numbers (N, F)
     and, if there are any, the category indices (N, C). `target` is the column to predict, or several. Columns of text
     are categories, others numbers; `categorical` are further columns that are categories. Columns in `ignore` are not
     used.
