@@ -16,7 +16,15 @@ import pytest
 import torch
 
 from trainformer.run import RunSettings
-from trainformer.tasks import CausalLM, ImageClassification, MetricLearning
+from trainformer.tasks import (
+    CausalLM,
+    ImageClassification,
+    MetricLearning,
+    ObjectDetection,
+    SemanticSegmentation,
+    TabularRegression,
+    TimeSeriesForecasting,
+)
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -25,11 +33,13 @@ SLOW = {
     "README.md",
     "cli.md",
     "deploy.md",
+    "detection.md",
     "getting-started.md",
     "image-classification.md",
     "jax.md",
     "language.md",
     "multimodal.md",
+    "segmentation.md",
     "sweep.md",
     "text-tasks.md",
 }  # pages that take more than some five seconds
@@ -141,6 +151,10 @@ def anchors(page):
         ("trainer.md", RunSettings),
         ("image-classification.md", ImageClassification),
         ("metric-learning.md", MetricLearning),
+        ("segmentation.md", SemanticSegmentation),
+        ("detection.md", ObjectDetection),
+        ("tabular.md", TabularRegression),
+        ("forecasting.md", TimeSeriesForecasting),
         ("language.md", CausalLM),
     ],
 )

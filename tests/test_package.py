@@ -11,8 +11,8 @@ PUBLIC = {
     "log_metric seed_everything",
     "trainformer.inference": "OnnxPredictor Predictor load",
     "trainformer.tasks": "CLIP CausalLM DPO DatasetInfo ImageClassification Loss MaskedLM MetricLearning "
-    "OptimizerConfig SSL Seq2Seq Task TaskBase TextClassification TextEmbedding TokenClassification VLM "
-    "find_task task_names",
+    "ObjectDetection OptimizerConfig SSL SemanticSegmentation Seq2Seq TabularClassification TabularRegression "
+    "TimeSeriesForecasting Task TaskBase TextClassification TextEmbedding TokenClassification VLM find_task task_names",
     "trainformer.callbacks": "Callback CallbackList CollapseMonitor EMA EarlyStopping GradientMonitor ImageSamples "
     "LRFinder LRMonitor ModelCheckpoint OnlineKNN OnlineLinear ProgressBar TextSamples Throughput make_callback",
     "trainformer.losses": "ArcFaceLoss Center CosFaceLoss NTXentLoss NormFaceLoss PairLoss PreferenceRewards "

@@ -37,7 +37,7 @@ class ImageFiles(Dataset):
     def __init__(self, root: str | Path, channels: int | None = 3) -> None:
         self.root = _existing_folder(root)
         self.channels = channels
-        self.files = list(_images_below(self.root))
+        self.files = list(images_below(self.root))
         if not self.files:
             others = sorted(entry.name for entry in os.scandir(self.root))[:5]
             what = f"only other files, such as: {', '.join(others)}" if others else "an empty folder"
@@ -86,7 +86,7 @@ class ImageFolder(LabelledFiles):
         self.classes = _class_folders(self.root)
         self.class_to_idx = {name: index for index, name in enumerate(self.classes)}
         self.samples = [
-            (path, label) for name, label in self.class_to_idx.items() for path in _images_below(self.root / name)
+            (path, label) for name, label in self.class_to_idx.items() for path in images_below(self.root / name)
         ]
         self.targets = [label for _, label in self.samples]
         loose = sum(1 for _ in _images_in(self.root))
@@ -118,7 +118,7 @@ class CorruptImage(NamedTuple):
 def find_corrupt_images(root: str | Path) -> list[CorruptImage]:
     """All files below a folder with an image extension that cannot be decoded. Reads every file."""
     found = []
-    for path in _images_below(_existing_folder(root)):
+    for path in images_below(_existing_folder(root)):
         try:
             _decode(path)
         except Exception as error:
@@ -149,12 +149,12 @@ def _readable(source: str | Path | BinaryIO, channels: int | None, name: str, do
 def has_class_folders(root: str | Path) -> bool:
     """Whether a folder has subfolders with images."""
     root = _existing_folder(root)
-    return any(next(_images_below(root / name), None) is not None for name in _folders_in(root))
+    return any(next(images_below(root / name), None) is not None for name in _folders_in(root))
 
 
 def has_images(root: str | Path) -> bool:
     """Whether there is an image anywhere below a folder."""
-    return next(_images_below(_existing_folder(root)), None) is not None
+    return next(images_below(_existing_folder(root)), None) is not None
 
 
 def _decode(path: str | Path | BinaryIO) -> Image.Image:
@@ -179,11 +179,21 @@ def _extensions() -> frozenset[str]:
     return frozenset(extension for extension, kind in pil.registered_extensions().items() if kind in kinds)
 
 
-def _images_below(folder: Path) -> Iterator[str]:
+def relative_names(files: Sequence[str]) -> list[str]:
+    """Names of files, relative to the folder that they share.
+
+    >>> relative_names(["data/a/1.png", "data/b/1.png"])
+    ['a/1.png', 'b/1.png']
+    """
+    shared = os.path.commonpath([os.path.dirname(file) for file in files]) if files else ""
+    return [Path(os.path.relpath(file, shared or ".")).as_posix() for file in files]
+
+
+def images_below(folder: Path) -> Iterator[str]:
     """Paths of all images below a folder, sorted; hidden folders (.ipynb_checkpoints, ...) are skipped."""
     yield from _images_in(folder)
     for name in _folders_in(folder):
-        yield from _images_below(folder / name)
+        yield from images_below(folder / name)
 
 
 def _images_in(folder: Path) -> Iterator[str]:

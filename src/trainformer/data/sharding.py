@@ -102,6 +102,14 @@ def unsharded(stream: Any) -> Any:
     return stream
 
 
+class SampleList(list[Any]):
+    """A part of a batch with one item per sample, for samples that cannot be stacked: masks, boxes, images of any size.
+
+    >>> slice_batch({"boxes": SampleList([1, 2, 3])}, 1, 3, size=3)
+    {'boxes': [2, 3]}
+    """
+
+
 # -- nested batches ----------------------------------------------------------------------------------------
 
 
@@ -109,6 +117,8 @@ def slice_batch(data: Any, low: int, high: int, size: int) -> Any:
     """Samples `low` to `high` of a nested batch; values without a sample dimension pass unchanged."""
     if is_array(data):
         return data[low:high] if len(data) == size else data
+    if isinstance(data, SampleList):
+        return SampleList(data[low:high])
     if isinstance(data, Mapping):
         return {key: slice_batch(value, low, high, size) for key, value in data.items()}
     if isinstance(data, tuple) and hasattr(data, "_fields"):
@@ -137,7 +147,7 @@ def batch_length(data: Any) -> int:
     >>> batch_length({"input_ids": np.zeros((4, 7)), "labels": np.zeros(4)})
     4
     """
-    if is_array(data):
+    if is_array(data) or isinstance(data, SampleList):
         return len(data)
     if isinstance(data, Mapping):
         parts = [part for part in data.values() if is_array(part) or isinstance(part, (Mapping, list, tuple))]

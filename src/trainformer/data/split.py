@@ -24,12 +24,14 @@ def split_dataset(dataset: Any, val_split: float | int, seed: int) -> tuple[Any,
 
     A float is the share of the validation data, an integer its number of samples. If labels are known without loading
     samples, the split is stratified, and every class keeps at least one training sample. Both results are torch's
-    `Subset`, or ours in a program without torch.
+    `Subset`, or ours in a program without torch. A dataset with `split_validation` (time series) splits itself.
 
     >>> train, val = split_dataset([(x, x % 2) for x in range(10)], 0.2, seed=0)
     >>> len(train), sorted(label for _, label in val)
     (8, [0, 1])
     """
+    if hasattr(dataset, "split_validation"):
+        return dataset.split_validation(val_split, seed)
     size = length(dataset)
     if size is None or is_stream(dataset):
         what = "a dataset with a length and samples that can be read by index"

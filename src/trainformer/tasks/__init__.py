@@ -13,6 +13,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "trainformer.tasks.base": ["DatasetInfo", "Loss", "OptimizerConfig", "Task", "TaskBase"],
+        "trainformer.tasks.forecasting": ["TimeSeriesForecasting"],
         "trainformer.tasks.language.causal_lm": ["CausalLM"],
         "trainformer.tasks.language.dpo": ["DPO"],
         "trainformer.tasks.language.embedding": ["TextEmbedding"],
@@ -22,8 +23,11 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.tasks.language.token_classification": ["TokenClassification"],
         "trainformer.tasks.multimodal.clip": ["CLIP"],
         "trainformer.tasks.multimodal.vlm": ["VLM"],
+        "trainformer.tasks.tabular": ["TabularClassification", "TabularRegression"],
         "trainformer.tasks.vision.classification": ["ImageClassification"],
+        "trainformer.tasks.vision.detection": ["ObjectDetection"],
         "trainformer.tasks.vision.metric_learning": ["MetricLearning"],
+        "trainformer.tasks.vision.segmentation": ["SemanticSegmentation"],
         "trainformer.tasks.vision.ssl.task": ["SSL"],
     },
 )

@@ -98,6 +98,10 @@ class TaskBase:
             "or define load_data(self, path) on the task."
         )
 
+    def convert_data(self, data: Any) -> Any:
+        """Convert what was passed as data, such as a DataFrame, to a dataset. Anything else is returned unchanged."""
+        return data
+
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         """Wrap a dataset with the transforms of this task; `train` enables augmentation."""
         return dataset
@@ -105,6 +109,10 @@ class TaskBase:
     def prepare_sources(self, sources: Mapping[str, Any]) -> Mapping[str, Any]:
         """Wrap the sources of a `Mixture` for training, if `prepare_dataset` cannot be called for one at a time."""
         return {name: self.prepare_dataset(dataset, train=True) for name, dataset in sources.items()}
+
+    def prediction_data(self, dataset: Any) -> Any:
+        """Return the samples to predict for, if these are not those of the dataset (the end of a series)."""
+        return dataset
 
     def collate_fn(self, examples: list[Any]) -> Any:
         """Collate samples into a batch. Without it, torch's `default_collate` is used."""

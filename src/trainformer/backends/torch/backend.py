@@ -469,9 +469,10 @@ class TorchBackend:
         if not isinstance(outputs, Mapping):
             do = "Return {} if there is nothing to report."
             raise BadArgument(expected("eval_step to return a mapping of metrics", type(outputs).__name__, do))
-        rows: dict[str, Tensor] = {}
+        rows: dict[str, Any] = {}
         if batch.size == 0:  # padding: this rank computed a sample of another one to take part in collectives
-            outputs = {name: value[:0] for name, value in outputs.items() if isinstance(value, Tensor) and value.ndim}
+            rows_of = {n: v for n, v in outputs.items() if isinstance(v, list) or (isinstance(v, Tensor) and v.ndim)}
+            outputs = {name: value[:0] for name, value in rows_of.items()}
         size = batch.size
         for name, value in outputs.items():
             if isinstance(value, tuple) and len(value) == 2:
@@ -484,9 +485,11 @@ class TorchBackend:
                     total = value.double().sum() if value.device.type != "mps" else value.sum()
                     entries.append(Entry(name, total, size, is_mean=False))
                 rows[name] = value.detach().cpu()
+            elif isinstance(value, list) and len(value) == size:  # tensors of unequal shapes, one per sample
+                rows[name] = [part.detach().cpu() for part in value]
             else:
                 shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                what = f"metric {name!r} to be a scalar, a (sum, weight) pair, or a tensor with {size} rows"
+                what = f"metric {name!r} to be a scalar, a (sum, weight) pair, or a tensor (or list) with {size} rows"
                 raise BadArgument(expected(what, shape, "Return one of these from the task's step."))
         return EvalResult(entries, rows)
 
@@ -513,8 +516,10 @@ class TorchBackend:
             return numbers
         return torch.stack([t.to(self.device, self._wide) for t in tensors]).sum() + numbers
 
-    def join_rows(self, pieces: list[Tensor]) -> Tensor:
+    def join_rows(self, pieces: list[Any]) -> Any:
         """Rows of all batches, in order. A task may override how rows of unequal length are joined."""
+        if isinstance(pieces[0], list):
+            return [row for piece in pieces for row in piece]
         return getattr(self.task, "join_rows", torch.cat)(pieces)
 
     # -- state ---------------------------------------------------------------------------------------------

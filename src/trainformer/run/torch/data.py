@@ -151,6 +151,8 @@ def load(task: Any, data: Any) -> Any:
                 "DataLoader, or define load_data(self, path) on the task."
             )
         return task.load_data(str(data))
+    if provides(task, "convert_data"):
+        data = task.convert_data(data)
     if isinstance(data, (torch.Tensor, np.ndarray)):
         data = (data,)
     if isinstance(data, tuple) and data and all(isinstance(d, (torch.Tensor, np.ndarray)) for d in data):

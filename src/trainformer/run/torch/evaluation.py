@@ -216,6 +216,8 @@ class Evaluation:
         """The batches of data to predict for, and the ids of the samples."""
         loaded = load(self.task, data)
         # Every input must have a row: unreadable samples raise here, whatever training does with them.
+        if provides(self.task, "prediction_data"):
+            loaded = self.task.prediction_data(loaded)
         source = self._source(loaded, batch_size, skip_bad=False)
         in_order = isinstance(loaded, DataLoader) and isinstance(loaded.sampler, SequentialSampler)
         return source, sample_ids(loaded.dataset if in_order else loaded)

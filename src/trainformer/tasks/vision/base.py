@@ -79,7 +79,7 @@ class VisionTask(TaskBase):
     def _init_task(self) -> None:
         """Validate shared arguments and set the initial state. Call it from `__post_init__`."""
         if not isinstance(self.backbone, nn.Module):
-            check_backbone(self.backbone)
+            self._check_backbone_name(self.backbone)
         elif self.checkpoint is not None:
             raise BadArgument(
                 "Expected the name of a backbone with checkpoint, received a module. Load the weights into the module."
@@ -93,6 +93,10 @@ class VisionTask(TaskBase):
         self._trained_on: str | None = None  # "files", "pixels" (tensors of uint8) or "floats"
         self._initial_fingerprint: list[tuple[int, int]] = []
         self._read_backbone_config(nn.Identity())
+
+    def _check_backbone_name(self, name: str) -> None:
+        """Reject a name that the task cannot build."""
+        check_backbone(name)
 
     @property
     def model(self) -> nn.Module:  # type: ignore[override]
@@ -285,10 +289,7 @@ class VisionTask(TaskBase):
         """How to resize images like this one. The first dataset determines the input size."""
         config = self._config
         if self._size is None:
-            self._size = config.size
-            if not is_pil(image) and not config.fixed_size:
-                size = image_hw(tuple(image.shape))
-                self._size = size if isinstance(self.backbone, nn.Module) else _at_least(size)
+            self._size = image_size_of(image, config, config.size, isinstance(self.backbone, nn.Module))
         return replace(config, size=self._size)
 
     @property
@@ -403,3 +404,15 @@ def _at_least(size: tuple[int, int], smallest: int = _SMALLEST) -> tuple[int, in
     """
     factor = max(1.0, smallest / min(size))
     return round(size[0] * factor), round(size[1] * factor)
+
+
+def image_size_of(
+    image: Any, config: BackboneConfig, for_files: tuple[int, int], any_size: bool = False
+) -> tuple[int, int]:
+    """The input size for images like this one: tensors keep theirs, if the backbone allows it."""
+    if is_pil(image):
+        return config.size if config.fixed_size else for_files
+    if config.fixed_size:
+        return config.size
+    size = image_hw(tuple(image.shape))
+    return size if any_size else _at_least(size)
