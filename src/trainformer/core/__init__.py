@@ -7,6 +7,7 @@ from trainformer.core.errors import (
     MissingDependency,
     NonFiniteError,
     TrainformerError,
+    UnknownArgument,
 )
 from trainformer.core.optional import require
 from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, Loss, StepResult
@@ -24,5 +25,6 @@ __all__ = [
     "NonFiniteError",
     "StepResult",
     "TrainformerError",
+    "UnknownArgument",
     "require",
 ]
