@@ -39,6 +39,7 @@ class RunState:
     loss_steps: int = 0
     evaluated_at: int = -1
     saved_at: int = -1
+    evaluation_failed_at: int = -1  # a checkpoint of this step was saved before its evaluation, which raised
     best_metrics: dict[str, float] = field(default_factory=dict)
     best_step: int = -1
     stopped: list[str] = field(default_factory=list)  # who stopped the run early, and why

@@ -277,7 +277,9 @@ def _writable(create: Callable[[], str], settings: CommonSettings) -> str:
             received = f"{path}, which is a file or lies in one"
         else:
             received = f"{path}: {error.strerror or error}"
-        raise BadArgument(f"Expected {setting} to be a folder that can be written, received {received}. {do}") from error
+        raise BadArgument(
+            f"Expected {setting} to be a folder that can be written, received {received}. {do}"
+        ) from error
 
 
 class _NonMainCheckpoints(CheckpointFolder):

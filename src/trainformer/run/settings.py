@@ -215,7 +215,9 @@ def _as_number(value: Any) -> str:
         number = None
     if number is None:
         return ""
-    yaml = "" if "." in value or "e" not in value.lower() else f"; YAML 1.1 reads {value} as a string, 1.0e-4 as a number"
+    yaml = (
+        "" if "." in value or "e" not in value.lower() else f"; YAML 1.1 reads {value} as a string, 1.0e-4 as a number"
+    )
     return f"Pass a number without quotes{yaml}."
 
 

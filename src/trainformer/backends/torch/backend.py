@@ -24,6 +24,10 @@ from torch import Tensor, nn
 
 from trainformer.backends.torch import gradients, memory, quantize
 from trainformer.backends.torch.accumulation import AccumulationWindow, MemorySplitter
+from trainformer.backends.torch.coverage import check_optimizer, unoptimized, unoptimized_message
+from trainformer.backends.torch.eval_outputs import metrics_by_name
+from trainformer.backends.torch.hints import explain
+from trainformer.backends.torch.modes import frozen_in_eval
 from trainformer.backends.torch.nonfinite import NonFiniteGuard, RunningStatistics
 from trainformer.backends.torch.optimizers import make_optimizer, modules_of, named_parameters
 from trainformer.backends.torch.placement import Feeder, RequestFlag
@@ -64,11 +68,13 @@ class TorchBackend:
         self.guard = NonFiniteGuard(settings.nonfinite, self.device)
         # A rank that runs out of memory cannot repeat its step alone: the others are waiting in the all-reduce.
         self.splitter = MemorySplitter(settings.oom if self._is_single else "raise")
+        self._frozen_in_eval = frozen_in_eval(task)
         self.replaced = self._replace_layers()
         self._place_model()
-        self.optimizer = self.strategy.prepare_optimizer(
-            make_optimizer(settings.optimizer, task, settings.lr, settings.weight_decay, settings.layer_decay)
-        )
+        optimizer = make_optimizer(settings.optimizer, task, settings.lr, settings.weight_decay, settings.layer_decay)
+        if not isinstance(settings.optimizer, (str, Mapping)):
+            check_optimizer(optimizer, task)
+        self.optimizer = self.strategy.prepare_optimizer(optimizer)
         if self.precision.scaler is not None and any(p.dtype == torch.float16 for p in named_parameters(task).values()):
             raise BadArgument(
                 "Expected parameters in fp32 for precision='fp16', whose scaled gradients need the range, received "
@@ -97,6 +103,7 @@ class TorchBackend:
         self._request_flag = RequestFlag(self.device)
         self.before_clipping: Callable[[], None] | None = None  # sees complete gradients that are not clipped yet
         self.has_request: Callable[[], bool] = lambda: False  # whether this rank has a request for all ranks
+        self.describe_sample: Callable[[int], str] = lambda index: f"sample {index}"
         self._reduces_rows = reduces_rows
         # Fused optimizers skip an update themselves if `found_inf` is 1; for others the host has to check.
         reads_found_inf = getattr(self.optimizer, "_step_supports_amp_scaling", False)
@@ -108,6 +115,7 @@ class TorchBackend:
         self._window = AccumulationWindow(self._reference)
         self._shared_loss: list[Entry] | None = None
         self.grad_norm: Tensor | None = None
+        self.unoptimized: list[str] | None = None  # parameters that get gradients for nothing; None: not known yet
 
     # -- set-up --------------------------------------------------------------------------------------------
 
@@ -200,6 +208,8 @@ class TorchBackend:
         else:
             for module in modules_of(self.task).values():
                 module.train(train)
+            for module in self._frozen_in_eval:
+                module.training = False
 
     def accumulate(self, batch: DeviceBatch) -> bool:
         """Forward and backward pass of one micro-batch. False: out of memory, repeat it in smaller pieces."""
@@ -213,6 +223,8 @@ class TorchBackend:
                     with self._forward(piece.size):
                         output = (self._shared_step or self.task.train_step)(piece.data)
                     loss = self._window.add(output, piece)
+                    if self.unoptimized is None:
+                        self._find_unoptimized(loss)
                     if not self._is_single and not piece.more:
                         loss = self._send_stats(loss, output)
                     if loss is not None:
@@ -224,7 +236,25 @@ class TorchBackend:
                     error.add_note(_OUT_OF_MEMORY)
                 raise
             return False
+        except Exception as error:
+            self._explain(error, "train_step", batch)
+            raise
         return True
+
+    def _explain(self, error: Exception, step: str, batch: DeviceBatch) -> None:
+        """Add what the batch holds, and a hint, to an error of a step."""
+        describe = (
+            self.describe_sample if step == "train_step" else (lambda index: f"sample {index} of the evaluated data")
+        )
+        samples = self.feeder.samples_of(batch)
+        explain(error, step, batch.data, self.task.model, samples, describe, self.feeder.recent_labels())
+
+    def _find_unoptimized(self, loss: Tensor | None) -> None:
+        """Once per run, warn of parameters that the loss depends on and nobody updates."""
+        # Sharded models have other tensors in the graph than in the optimizer.
+        self.unoptimized = unoptimized(loss, self.task, self.parameters) if self._is_single and loss is not None else []
+        if self.unoptimized:
+            logger.warning(unoptimized_message(self.unoptimized))
 
     def _send_stats(self, loss: Tensor | None, output: Any) -> Tensor | None:
         """With the last micro-batch of a step, all-reduce its weight, loss and pending requests."""
@@ -413,7 +443,11 @@ class TorchBackend:
     def infer(self, function: Callable[[Any], Any], batch: DeviceBatch) -> EvalResult:
         """Call a function of a batch that returns a mapping, without gradients and in the run's precision."""
         with torch.no_grad(), self.precision.forward(), nullcontext() if batch.size else padding(participates=True):
-            outputs = self.strategy.infer(function, batch.data)
+            try:
+                outputs = metrics_by_name(self.strategy.infer(function, batch.data), function)
+            except Exception as error:
+                self._explain(error, getattr(function, "__name__", "eval_step"), batch)
+                raise
         entries: list[Entry] = []
         rows: dict[str, Tensor] = {}
         if batch.size == 0:  # padding: this rank computed a sample of another one to take part in collectives

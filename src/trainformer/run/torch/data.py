@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from trainformer.data.sharding import WHOLE, Shard
 from trainformer.data.source import DispatchedSource, SlicedSource
 from trainformer.data.split import split_dataset
 from trainformer.distributed import TorchProcessGroup
+from trainformer.run.torch.data_checks import check_kind
 from trainformer.run.torch.settings import RunSettings
 from trainformer.tasks.base import provides
 
@@ -84,7 +86,8 @@ def load(task: Any, data: Any) -> Any:
                 f"{type(task).__name__} cannot load data by path (received {str(data)!r}). Pass a Dataset or "
                 "DataLoader, or define load_data(self, path) on the task."
             )
-        return task.load_data(str(data))
+        return task.load_data(os.path.expanduser(data))
+    check_kind(data)
     if isinstance(data, (torch.Tensor, np.ndarray)):
         data = (data,)
     if isinstance(data, tuple) and data and all(isinstance(d, (torch.Tensor, np.ndarray)) for d in data):

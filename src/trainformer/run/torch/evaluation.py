@@ -23,6 +23,7 @@ from trainformer.core.types import DataSource, DeviceBatch, EvalResult
 from trainformer.data.labels import align_classes, is_stream
 from trainformer.data.order import seed_generators
 from trainformer.engine.evaluation import evaluate
+from trainformer.engine.metric_values import as_metrics, check_unique
 from trainformer.run.logging import eval_progress
 from trainformer.run.torch.data import TrainingData, is_loader, is_open, load, load_options, make_source
 from trainformer.run.torch.settings import RunSettings
@@ -52,9 +53,11 @@ class Inference:
                 self.backend, batches, self.backend.eval_step, self.reduces_rows, advance, process_group
             )
             if rows:
-                metrics |= {name: float(value) for name, value in (self.task.on_eval_end(rows) or {}).items()}
+                metrics |= as_metrics(self.task.on_eval_end(rows), f"{type(self.task).__name__}.on_eval_end")
             if provides(self.task, "derive_metrics"):
-                metrics |= self.task.derive_metrics(metrics)
+                derived = self.task.derive_metrics(dict(metrics))
+                metrics |= as_metrics(derived, f"{type(self.task).__name__}.derive_metrics")
+        check_unique(metrics)
         return {name if name.startswith("val/") else f"val/{name}": value for name, value in metrics.items()}
 
     def predict(self, source: DataSource) -> list[dict[str, Tensor]]:

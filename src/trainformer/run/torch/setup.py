@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -23,13 +24,22 @@ from trainformer.data.labels import is_stream
 from trainformer.data.metadata import DatasetInfo
 from trainformer.distributed import Strategy, TorchProcessGroup, make_strategy
 from trainformer.distributed.process_group import Launch
+from trainformer.run.monitoring import adapt_monitor_mode, warn_about_callbacks
 from trainformer.run.provenance import size_of
 from trainformer.run.settings import FrontOptions
 from trainformer.run.setup import RunParts, validate_settings
 from trainformer.run.torch.data import TrainingData, is_loader, load_options, load_training_data, make_source
+from trainformer.run.torch.data_checks import (
+    check_batches,
+    check_reusable,
+    describe_sample,
+    warn_about_data,
+    warn_about_ignored,
+)
 from trainformer.run.torch.evaluation import Evaluation, Inference
 from trainformer.run.torch.settings import RunSettings
 from trainformer.tasks.base import provides
+from trainformer.tasks.contract import check_methods, check_model, explain_missing
 from trainformer.utils.helpers import seed_everything
 
 
@@ -74,18 +84,27 @@ def build_run(
     process_group = strategy.process_group
     seed_everything(settings.seed, deterministic=False)
     check_task(task)
+    check_reusable(val_data)
     adapted = adapt_to_loader(settings, data, passed) | adapt_to_task(settings, task, passed)
+    adapted |= adapt_monitor_mode(settings, passed)
+    warn_about_ignored(settings, data, passed)
     if settings.ema is not None and not any(isinstance(callback, EMA) for callback in callbacks):
         callbacks.add(EMA(decay=settings.ema))
     with process_group.main_first():  # rank 0 reads and fills caches, the others use them
         loaded = load_training_data(task, data, val_data, val_split, settings.seed)
+    check_batches(loaded.train, "the training data")
+    check_batches(loaded.val, "the validation data")
+    warn_about_data(loaded.train, loaded.val)
+    warn_about_callbacks(callbacks, has_validation=loaded.val is not None)
     if "sampler" in adapted and not is_map_style(loaded.train):
         settings.sampler = None
         del adapted["sampler"]
     declared = _declared_arguments(task)
     configure_task(task, loaded)
+    check_model(task)
     # A copy: the backend keeps the settings that it was built with.
     backend = TorchBackend(task, RunSettings(**settings.values()), strategy, provides(task, "on_eval_end"))
+    backend.describe_sample = partial(describe_sample, loaded.train)
     with process_group.main_first():
         load = load_options(settings, backend.device, process_group)
         train_source = make_source(task, loaded.train, load, train=True)
@@ -121,8 +140,9 @@ def check_task(task: Any) -> None:
     missing = [name for name in ("train_step", "eval_step") if not callable(getattr(task, name, None))]
     if missing or isinstance(task, type):
         what = f"the class {task.__name__}" if isinstance(task, type) else type(task).__name__
-        do = "See trainformer.tasks."
+        do = f"Write {task.__name__}(...)." if isinstance(task, type) else explain_missing(task)
         raise BadArgument(expected("a task: an object with `model`, `train_step` and `eval_step`", what, do))
+    check_methods(task)
 
 
 def configure_task(task: Any, loaded: TrainingData) -> None:
