@@ -20,6 +20,7 @@ from trainformer.engine import Control, Event, EventBus, Loop, RunState
 from trainformer.engine.metric_values import as_metrics
 from trainformer.loggers.base import BaseLogger, NoOpLogger
 from trainformer.run.context import current_context
+from trainformer.run.failed_evaluation import saved_if_it_fails
 from trainformer.run.folder import NoFolder, RunFolder
 from trainformer.run.live_control import LiveControl
 from trainformer.run.logging import RunRecords
@@ -204,37 +205,16 @@ class Run(ABC):
         if self.val_source is None:
             logger.warning("an evaluation was requested, but there is no validation data")
             return {}
-        try:
-            metrics = self._evaluate()
-        except Exception as error:
-            self._save_unevaluated(error)
-            raise
-        if not metrics:
-            logger.warning("the evaluation gave no metrics: does eval_step or on_eval_end return any?")
+        with saved_if_it_fails(self):
+            metrics = self.validate()
+            for kind, content in self.evaluation_records().items():  # at once: a callback may evaluate something else
+                self.records.add(kind, content)
+            for callback in self.callbacks:
+                if hasattr(callback, "compute_metrics"):
+                    who = f"{name_of(callback)}.compute_metrics"
+                    metrics |= as_metrics(callback.compute_metrics(self.owner, metrics), who)
         self._last_metrics = metrics
         return metrics
-
-    def _evaluate(self) -> dict[str, float]:
-        metrics = self.validate()
-        for kind, content in self.evaluation_records().items():  # at once: a callback may evaluate something else
-            self.records.add(kind, content)
-        for callback in self.callbacks:
-            if hasattr(callback, "compute_metrics"):
-                added = callback.compute_metrics(self.owner, metrics)
-                metrics |= as_metrics(added, f"{name_of(callback)}.compute_metrics")
-        return metrics
-
-    def _save_unevaluated(self, error: Exception) -> None:
-        """An evaluation failed: save what was trained. A resumed run starts with this evaluation."""
-        if not self.process_group.is_single_process or self.state.saved_at == self.state.step:
-            return  # other ranks may wait for this one elsewhere
-        self.state.evaluation_failed_at = self.state.step
-        try:
-            path = self.save()
-            if path is not None:
-                error.add_note(f"(the evaluation after step {self.state.step}; {path} has what was trained so far)")
-        except Exception as other:
-            logger.error("the evaluation failed, and so did saving what was trained: %s", other)
 
     def poll(self) -> None:
         """Report a save that failed in the background; answer live requests that are done."""

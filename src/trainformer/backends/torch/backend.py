@@ -216,6 +216,8 @@ class TorchBackend:
         scaler = self.precision.scaler
         if self._statistics is not None and not self._window.entries:
             self._statistics.keep()
+        if self.unoptimized is None:
+            self._warn_about_batch(batch)
         try:
             for piece in self.splitter.split(batch):
                 # Skip the gradient all-reduce for every micro-batch but the last of a step.
@@ -248,6 +250,12 @@ class TorchBackend:
         )
         samples = self.feeder.samples_of(batch)
         explain(error, step, batch.data, self.task.model, samples, describe, self.feeder.recent_labels())
+
+    def _warn_about_batch(self, batch: DeviceBatch) -> None:
+        """Once per run, pass on what the task finds wrong with a batch."""
+        check = getattr(self.task, "check_batch", None)
+        for problem in (check(batch.data) if check is not None and batch.size else None) or ():
+            logger.warning("the first batch: %s", problem)
 
     def _find_unoptimized(self, loss: Tensor | None) -> None:
         """Once per run, warn of parameters that the loss depends on and nobody updates."""

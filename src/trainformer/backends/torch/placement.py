@@ -44,7 +44,7 @@ class Feeder:
         self.counts_padding = False  # whether padding counts as tokens
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # Indices, and labels if they are out of reach on the device, of the newest batches: for error messages.
-        self._recent: deque[tuple[int, Any, list[Tensor]]] = deque(maxlen=64)
+        self._recent: deque[tuple[int, Any, list[Tensor]]] = deque(maxlen=16)
 
     def samples_of(self, batch: DeviceBatch) -> Any:
         """The indices of the samples of a batch that was fed a moment ago; None if they are not known."""

@@ -1,4 +1,4 @@
-"""Plausible mistakes in what is passed as data: what cannot work is rejected, what is probably not meant is warned of."""
+"""Plausible mistakes in what is passed as data: rejected if it cannot work, warned of if it is probably not meant."""
 
 from __future__ import annotations
 
@@ -81,8 +81,11 @@ def warn_about_data(train: Any, val: Any) -> None:
         if shared:
             example = min(shared)
             logger.warning("%d files are in the training and the validation data, such as %s.", len(shared), example)
+    targets = targets_of(_base(train))
+    labels = targets.labels
+    if labels is not None and len(labels) and labels.min() == 1 and targets.names is None:
+        logger.warning("no sample has label 0: classes count from 0. Subtract 1 if the labels count from 1.")
     if isinstance(train, DataLoader) and isinstance(train.sampler, SequentialSampler):
-        labels = _labels(train.dataset)
         is_sorted = labels is not None and len(np.unique(labels)) > 1 and bool((np.diff(labels) >= 0).all())
         if is_sorted and len(labels) > (train.batch_size or 1):
             logger.warning(
@@ -128,10 +131,6 @@ def _base(data: Any) -> Any:
 def _indices(data: Any) -> Any:
     sampler = data.sampler if isinstance(data, DataLoader) else None
     return getattr(sampler, "indices", None)
-
-
-def _labels(dataset: Any) -> np.ndarray | None:
-    return targets_of(dataset).labels
 
 
 def _files(data: Any) -> set[str]:

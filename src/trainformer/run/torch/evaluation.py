@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +29,8 @@ from trainformer.run.logging import eval_progress
 from trainformer.run.torch.data import TrainingData, is_loader, is_open, load, load_options, make_source
 from trainformer.run.torch.settings import RunSettings
 from trainformer.tasks.base import provides
+
+logger = logging.getLogger("trainformer")
 
 #: Maps a batch to tensors with one row per sample.
 Inputs = Callable[[Any], dict[str, Tensor]]
@@ -58,6 +61,8 @@ class Inference:
                 derived = self.task.derive_metrics(dict(metrics))
                 metrics |= as_metrics(derived, f"{type(self.task).__name__}.derive_metrics")
         check_unique(metrics)
+        if not metrics and most is None:
+            logger.warning("the evaluation gave no metrics: does eval_step or on_eval_end return any?")
         return {name if name.startswith("val/") else f"val/{name}": value for name, value in metrics.items()}
 
     def predict(self, source: DataSource) -> list[dict[str, Tensor]]:
