@@ -29,8 +29,8 @@ _OTHER_NAMES = {
 _FRAMEWORKS = ("trainformer", "torch", "lightning", "pytorch_lightning", "transformers", "peft", "builtins", "typing")
 
 
-def unknown_hooks(owner: object, known: Collection[str]) -> dict[str, str]:
-    """Methods named ``on_...`` that nobody will call, each with the name that was probably meant, or an empty string.
+def unknown_hooks(owner: object, known: Collection[str], prefix: str = "on_") -> dict[str, str]:
+    """Methods named ``on_...`` that nobody will call, each with a hint at the name that was probably meant.
 
     >>> class Counter:
     ...     def on_train_start(self): ...
@@ -39,7 +39,7 @@ def unknown_hooks(owner: object, known: Collection[str]) -> dict[str, str]:
     {'on_train_start': "Did you mean 'on_train_begin'?", 'on_step_ends': "Did you mean 'on_step_end'?"}
     """
     own = [c for c in type(owner).__mro__ if c.__module__.partition(".")[0] not in _FRAMEWORKS]
-    names = dict.fromkeys(n for c in own for n in vars(c) if n.startswith("on_") and callable(getattr(owner, n, None)))
+    names = dict.fromkeys(n for c in own for n in vars(c) if n.startswith(prefix) and callable(getattr(owner, n, None)))
     return {name: _suggestion(name, known) for name in names if name not in known}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from trainformer.core.errors import did_you_mean
 
-#: Settings, or sentences, instead of arguments of HF's `TrainingArguments`, Lightning's `Trainer`, Keras' `fit` and timm.
+#: What to write instead of arguments of HF's `TrainingArguments`, Lightning's `Trainer`, Keras' `fit` and timm.
 SETTINGS: dict[str, str] = {
     **dict.fromkeys(("max_epochs", "n_epochs", "num_epochs", "num_train_epochs", "nb_epoch", "epoch"), "epochs"),
     **dict.fromkeys(("num_steps", "max_iters", "total_steps", "num_train_steps", "max_iter"), "max_steps"),
@@ -52,7 +52,7 @@ SETTINGS: dict[str, str] = {
     **dict.fromkeys(("save_steps", "checkpoint_every", "save_interval", "save_freq"), "save_every"),
     "save_total_limit": "Pass save_last and save_best.",
     **dict.fromkeys(("save_top_k", "checkpoint_hist"), "save_best"),
-    **dict.fromkeys(("enable_checkpointing", "checkpointing"), "Pass save_every=None to save only the best and the last."),
+    **dict.fromkeys(("enable_checkpointing", "checkpointing"), "Pass save_every=None: only best and last."),
     **dict.fromkeys(("monitor", "metric_for_best_model", "eval_metric"), "monitor_metric"),
     **dict.fromkeys(("mode", "greater_is_better"), "monitor_mode"),
     "load_best_model_at_end": "The best checkpoints are kept (save_best); trainer.load(...) loads one.",
@@ -95,3 +95,14 @@ def suggest_setting(name: str, known: Iterable[str]) -> str:
     if other:
         return other if other.endswith(".") else f"Write {other} instead of {name!r}."
     return did_you_mean(plain, known, most=1)
+
+
+def suggest_synonym(name: str, known: Iterable[str]) -> str:
+    """The argument of another library that means the same, or is spelled alike; empty if nothing comes close.
+
+    >>> suggest_synonym("lr", ["learning_rate", "num_train_epochs"])
+    "Did you mean 'learning_rate'?"
+    """
+    known = list(known)
+    same = [other for other in known if SETTINGS.get(other) == SETTINGS.get(name, name)]
+    return f"Did you mean {same[0]!r}?" if same else did_you_mean(name, known)

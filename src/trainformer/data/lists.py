@@ -16,7 +16,7 @@ from trainformer.core.errors import BadArgument, DataError, did_you_mean, expect
 from trainformer.core.optional import require
 from trainformer.data.folder import LabelledFiles, decode_image, read_image
 from trainformer.data.text.tables import read_csv
-from trainformer.utils.files import decode_record
+from trainformer.utils.files import decode_json, decode_record
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -203,7 +203,9 @@ _Table = tuple[Mapping[str, Any], Mapping[str, list[str]]]
 
 def _read_json_lines(path: Path) -> _Table:
     with open(path, encoding="utf-8-sig") as file:
-        return _from_records([_record(line, f"{path}, line {n}") for n, line in enumerate(file, 1) if line.strip()], path)
+        return _from_records(
+            [_record(line, f"{path}, line {n}") for n, line in enumerate(file, 1) if line.strip()], path
+        )
 
 
 def _record(line: str, where: str) -> Any:

@@ -24,9 +24,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, task: Any) -> None:
     kind, owner = type(optimizer).__name__, type(task).__name__
     if foreign and len(foreign) == len(given):
         raise BadArgument(
-            f"Expected an optimizer over parameters of {owner}.model, received {kind} over {len(foreign)} others: the "
-            "model would never change. Was the model replaced, copied or sharded after the optimizer was made? Pass a "
-            "function that makes it, such as optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1)."
+            f"Expected an optimizer over parameters of the model that is trained, received {kind} over {len(foreign)} "
+            "others: the model would never change. Make it after the model was replaced, copied or sharded; Trainer "
+            "also takes a function: optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1)."
         )
     if foreign:
         logger.warning(
@@ -69,8 +69,8 @@ def unoptimized_message(names: list[str]) -> str:
     """The warning for `unoptimized` parameters."""
     return (
         f"The loss depends on {len(names)} trainable tensors that no optimizer holds, so they will never change: "
-        f"{_some(names)}. Register them in `model` (modules in a list need nn.ModuleList), yield them in `parameters()`, "
-        "or freeze them with requires_grad_(False)."
+        f"{_some(names)}. Register them in `model` (modules in a list need nn.ModuleList), yield them in "
+        "`parameters()`, or freeze them with requires_grad_(False)."
     )
 
 

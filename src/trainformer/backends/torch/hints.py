@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainformer.core.errors import DataError, TrainformerError
+from trainformer.data.shapes_in_words import shape_of
 
 Describe = Callable[[int], str]
 
@@ -48,28 +49,6 @@ def explain(
             break
     if "device-side assert" in text and recent:
         error.add_note(_label_range(recent, describe))
-
-
-def shape_of(data: Any) -> str:
-    """The structure of a batch in a few words.
-
-    >>> shape_of((torch.zeros(8, 4), torch.zeros(8, dtype=torch.long)))
-    'a tuple of (float32 [8, 4], int64 [8])'
-    >>> shape_of({"text": ["a", "b"]})
-    "a dict of {'text': a list of 2 str}"
-    """
-    if isinstance(data, Tensor):
-        return f"{str(data.dtype).removeprefix('torch.')} {list(data.shape)}"
-    if isinstance(data, Mapping):
-        return (
-            f"a {type(data).__name__} of {{{', '.join(f'{k!r}: {shape_of(v)}' for k, v in list(data.items())[:12])}}}"
-        )
-    if isinstance(data, (list, tuple)):
-        kinds = {type(part).__name__ for part in data}
-        if len(data) > 8 or (kinds and not any(isinstance(p, (Tensor, Mapping, list, tuple)) for p in data)):
-            return f"a {type(data).__name__} of {len(data)} {' and '.join(sorted(kinds))}"
-        return f"a {type(data).__name__} of ({', '.join(map(shape_of, data))})"
-    return type(data).__name__
 
 
 def _tensors(data: Any) -> Iterator[Tensor]:
@@ -140,7 +119,7 @@ def _channels(match: re.Match[str], data: Any, model: nn.Module) -> str:
     if image is not None and image.shape[-1] == wanted:
         return "images are (N, H, W, C); torch expects (N, C, H, W): use x.permute(0, 3, 1, 2)."
     if received == 1:
-        return f"the images have one channel, the model expects {wanted}: x.expand(-1, {wanted}, -1, -1), or a model for one."
+        return f"the images have one channel, the model expects {wanted}: use x.expand(-1, {wanted}, -1, -1)."
     return f"the model expects {wanted} channels, the images have {received}."
 
 
@@ -153,8 +132,8 @@ def _embedding(match: re.Match[str], data: Any, model: nn.Module) -> str:
     length = max((t.shape[1] for t in _integers(data) if t.ndim > 1), default=0)
     long = f" Sequences have up to {length} tokens: a table of positions must be as long." if length else ""
     return (
-        f"an embedding was asked for a row it does not have: {listed}; the batch has ids from {min(i[1] for i in ids)} to "
-        f"{max(i[0] for i in ids)}.{long} Does the tokenizer fit the model?"
+        f"an embedding was asked for a row it does not have: {listed}; the batch has ids from "
+        f"{min(i[1] for i in ids)} to {max(i[0] for i in ids)}.{long} Does the tokenizer fit the model?"
     )
 
 

@@ -75,7 +75,9 @@ def warn_about_ignored(settings: RunSettings, data: Any, passed: frozenset[str])
 def warn_about_data(train: Any, val: Any) -> None:
     """Warn of validation data that is also trained on, and of a loader that reads one class after the other."""
     if val is not None and _base(train) is _base(val) and _indices(train) is None and _indices(val) is None:
-        logger.warning("val_data is the training data: its metrics do not tell how well the model generalises.")
+        logger.warning(
+            "the validation data is the training data: its metrics do not tell how well the model generalises."
+        )
     elif val is not None:
         shared = _files(train) & _files(val)
         if shared:
@@ -95,7 +97,9 @@ def warn_about_data(train: Any, val: Any) -> None:
 
 
 def describe_sample(dataset: Any, index: int) -> str:
-    """A sample by its index, and by its file if the dataset lists them."""
+    """A sample by its index, and by its file if the dataset lists them; of a loader, by its place in the epoch."""
+    if isinstance(dataset, DataLoader) and not isinstance(dataset.sampler, SequentialSampler):
+        return f"sample {index} of the epoch, in the order of the DataLoader"
     base = unwrap_subsets(_base(dataset))[0]
     for name in ("samples", "imgs", "files", "paths"):
         listed = getattr(base, name, None)
