@@ -34,7 +34,7 @@ def check_kind(data: Any) -> None:
             do = "Pass a tuple: (inputs, targets). A list is a dataset, whose items are samples."
             raise BadArgument(expected("a tuple of arrays", what, do))
     if isinstance(data, Mapping) and data and all(_rows(part) is not None for part in data.values()):
-        do = "Pass trainformer.data.ArrayDataset(data) for samples that are dicts, or a tuple of arrays."
+        do = "Pass a tuple of arrays, or datasets.Dataset.from_dict(data) for samples that are dicts."
         raise BadArgument(expected("a dataset", f"a dict of arrays ({', '.join(map(str, data))})", do))
     if not hasattr(data, "__len__") and hasattr(data, "__getitem__") and not hasattr(data, "__iter__"):
         raise BadArgument(expected("a dataset with a length", f"{type(data).__name__} without __len__", "Define it."))
