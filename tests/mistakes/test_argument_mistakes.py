@@ -83,7 +83,7 @@ VALUES = [
     ("resume", False, "resume to be a path", "None starts from scratch"),
     ("resume", True, "resume to be a path", "'auto' resumes"),
     ("load_components", "model", "load_components to be a list of names", "['model']"),
-]  # fmt: skip
+]
 
 
 def file_instead_of_folder(path):
@@ -127,38 +127,77 @@ def maximised():
 
 
 ROWS = [
-    *(row(f"argument-{name}", lambda name=name: build(**{name: 1}), UnknownArgument, "an argument of Trainer", words)
-      for name, words in NAMES.items()),
-    *(row(f"{name}={str(value)[:12]}", lambda name=name, value=value: build(**{name: value}), BadArgument, *words)
-      for name, value, *words in VALUES),
+    *(
+        row(f"argument-{name}", lambda name=name: build(**{name: 1}), UnknownArgument, "an argument of Trainer", words)
+        for name, words in NAMES.items()
+    ),
+    *(
+        row(f"{name}={str(value)[:12]}", lambda name=name, value=value: build(**{name: value}), BadArgument, *words)
+        for name, value, *words in VALUES
+    ),
     row("a number of NumPy", numpy_numbers, "works"),
     row("an argument that is missing", lambda: Trainer(MeanTask()), TypeError, "data"),
     row("run_dir is a file", lambda: file_instead_of_folder("run"), BadArgument, "'run': it is a file"),
     row("save_dir is a file", lambda: file_instead_of_folder("run/checkpoints"), BadArgument, "is a file"),
-    row("run_dir that cannot be made", lambda: fit(run_dir="/proc/x"), BadArgument, "run_dir to be a folder that can be"),
+    row(
+        "run_dir that cannot be made", lambda: fit(run_dir="/proc/x"), BadArgument, "run_dir to be a folder that can be"
+    ),
     row("a home folder", lambda: with_home(in_home), "works"),
     row("a checkpoint that is missing", lambda: fit(resume="nowhere"), DataError, "no checkpoint at nowhere"),
     row("val_data and val_split", lambda: build(val_data=classes(), val_split=0.1), BadArgument, "received both"),
     row("lr beside an optimizer", lambda: own_optimizer(lr=0.5), "warns", "lr=0.5 has no effect", "SGD"),
-    row("batch_size beside a loader", lambda: build(data=loader(), batch_size=16), "warns", "batch_size=16 has no effect"),
+    row(
+        "batch_size beside a loader",
+        lambda: build(data=loader(), batch_size=16),
+        "warns",
+        "batch_size=16 has no effect",
+    ),
     row("an accuracy is maximised", maximised, "works"),
-    row("the lowest accuracy", lambda: build(monitor_metric="val/accuracy", monitor_mode="min"), "warns",
-        "counts the lowest value as the best", "monitor_mode='max'"),
+    row(
+        "the lowest accuracy",
+        lambda: build(monitor_metric="val/accuracy", monitor_mode="min"),
+        "warns",
+        "counts the lowest value as the best",
+        "monitor_mode='max'",
+    ),
     row("the highest loss", lambda: build(monitor_mode="max"), "warns", "counts the highest value as the best"),
-    row("EarlyStopping at the highest accuracy", lambda: build(callbacks=[EarlyStopping("val/accuracy")], val_split=0.2),
-        "warns", "EarlyStopping monitors val/accuracy with mode='min'", "mode='max'"),
-    row("EarlyStopping without validation data", lambda: build(callbacks=[EarlyStopping()]), "warns",
-        "EarlyStopping monitors val/loss, but there is no validation data"),
+    row(
+        "EarlyStopping at the highest accuracy",
+        lambda: build(callbacks=[EarlyStopping("val/accuracy")], val_split=0.2),
+        "warns",
+        "EarlyStopping monitors val/accuracy with mode='min'",
+        "mode='max'",
+    ),
+    row(
+        "EarlyStopping without validation data",
+        lambda: build(callbacks=[EarlyStopping()]),
+        "warns",
+        "EarlyStopping monitors val/loss, but there is no validation data",
+    ),
     row("EarlyStopping with another mode", lambda: EarlyStopping(mode="maximum"), BadArgument, "'min' or 'max'"),
     row("ModelCheckpoint with another mode", lambda: ModelCheckpoint(mode="best"), BadArgument, "'min' or 'max'"),
     row("an EMA of 99", lambda: EMA(decay=99), BadArgument, "below 1", "99"),
-    row("another model than in the checkpoint",
-        lambda: (fit(), fit(MeanTask(torch.nn.Linear(4, 3, dtype=torch.float64)), max_steps=4)), DataError, "does not fit"),
-    row("another batch size than in the checkpoint", lambda: (fit(), fit(batch_size=4)), BadArgument, "batch_size 8 -> 4"),
-    row("another optimizer than in the checkpoint", lambda: (fit(), fit(optimizer="sgd")), BadArgument,
-        "optimizer 'adamw' -> 'sgd'", "resume=None"),
+    row(
+        "another model than in the checkpoint",
+        lambda: (fit(), fit(MeanTask(torch.nn.Linear(4, 3, dtype=torch.float64)), max_steps=4)),
+        DataError,
+        "does not fit",
+    ),
+    row(
+        "another batch size than in the checkpoint",
+        lambda: (fit(), fit(batch_size=4)),
+        BadArgument,
+        "batch_size 8 -> 4",
+    ),
+    row(
+        "another optimizer than in the checkpoint",
+        lambda: (fit(), fit(optimizer="sgd")),
+        BadArgument,
+        "optimizer 'adamw' -> 'sgd'",
+        "resume=None",
+    ),
     row("nothing left to train", lambda: (fit(), fit()), "warns", "2 of 2 steps are done", "Raise the number"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("mistake", ROWS)

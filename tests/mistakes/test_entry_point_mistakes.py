@@ -52,19 +52,45 @@ class Misspelled(TrainerCallback):
 
 
 HF = [
-    row("hf: an optimizer of another model", lambda: train(optimizers=(sgd(Model()), None)), BadArgument,
-        "parameters of the model that is trained", "SGD over 2 others"),
-    row("hf: an optimizer alone", lambda: train(optimizers=sgd(Model())), BadArgument, "a pair (optimizer, lr_scheduler)"),
+    row(
+        "hf: an optimizer of another model",
+        lambda: train(optimizers=(sgd(Model()), None)),
+        BadArgument,
+        "parameters of the model that is trained",
+        "SGD over 2 others",
+    ),
+    row(
+        "hf: an optimizer alone",
+        lambda: train(optimizers=sgd(Model())),
+        BadArgument,
+        "a pair (optimizer, lr_scheduler)",
+    ),
     row("hf: lr", lambda: arguments(lr=0.1), BadArgument, "'lr'", "Did you mean 'learning_rate'?"),
     row("hf: epochs", lambda: arguments(epochs=3), BadArgument, "Did you mean 'num_train_epochs'?"),
     row("hf: batch_size", lambda: arguments(batch_size=3), BadArgument, "Did you mean 'per_device_train_batch_size'?"),
-    row("hf: learning_rate as a string", lambda: train(args=arguments(learning_rate="1e-4")), BadArgument, "learning_rate"),
+    row(
+        "hf: learning_rate as a string",
+        lambda: train(args=arguments(learning_rate="1e-4")),
+        BadArgument,
+        "learning_rate",
+    ),
     row("hf: output_dir is a file", lambda: (Path("out").touch(), train()), BadArgument, "it is a file"),
-    row("hf: a misspelled hook", lambda: train(callbacks=[Misspelled()]), "warns", "Misspelled.on_step_ends", "'on_step_end'"),
+    row(
+        "hf: a misspelled hook",
+        lambda: train(callbacks=[Misspelled()]),
+        "warns",
+        "Misspelled.on_step_ends",
+        "'on_step_end'",
+    ),
     row("hf: a single callback", lambda: train(callbacks=TrainerCallback()), "works"),
     row("hf: a model as a class", lambda: train(Model), BadArgument, "model to be a torch Module"),
-    row("hf: label -1", lambda: train(labels=negative(), args=arguments(max_steps=8)), DataError, "received -1 in sample 5"),
-]  # fmt: skip
+    row(
+        "hf: label -1",
+        lambda: train(labels=negative(), args=arguments(max_steps=8)),
+        DataError,
+        "received -1 in sample 5",
+    ),
+]
 
 
 class Mini(mini.BaseTrainer):
@@ -94,15 +120,30 @@ def run_mini(**members):
 
 
 MINI = [
-    row("mini: an optimizer of another model", lambda: run_mini(build_optimizer=lambda self: sgd(Model())), BadArgument,
-        "SGD over 2 others"),
-    row("mini: a misspelled method", lambda: run_mini(build_hook=lambda self: []), "warns", "Own.build_hook", "'build_hooks'"),
-    row("mini: a misspelled hook", lambda: run_mini(build_hooks=lambda self: [MiniHook()]), "warns",
-        "MiniHook.on_after_steps is never called", "'on_after_step'"),
+    row(
+        "mini: an optimizer of another model",
+        lambda: run_mini(build_optimizer=lambda self: sgd(Model())),
+        BadArgument,
+        "SGD over 2 others",
+    ),
+    row(
+        "mini: a misspelled method",
+        lambda: run_mini(build_hook=lambda self: []),
+        "warns",
+        "Own.build_hook",
+        "'build_hooks'",
+    ),
+    row(
+        "mini: a misspelled hook",
+        lambda: run_mini(build_hooks=lambda self: [MiniHook()]),
+        "warns",
+        "MiniHook.on_after_steps is never called",
+        "'on_after_step'",
+    ),
     row("mini: a loss alone", lambda: run_mini(forward=lambda self, input: 1), BadArgument, "(loss, records)"),
     row("mini: label -1", lambda: run_mini(labels=negative()), DataError, "received -1 in sample 5"),
     row("mini: a number of steps as a string", lambda: Mini(max_steps="3"), BadArgument, "max_steps", "'3'"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("mistake", [*HF, *MINI])

@@ -38,8 +38,9 @@ def unknown_hooks(owner: object, known: Collection[str], prefix: str = "on_") ->
     >>> unknown_hooks(Counter(), ["on_train_begin", "on_step_end"])
     {'on_train_start': "Did you mean 'on_train_begin'?", 'on_step_ends': "Did you mean 'on_step_end'?"}
     """
-    own = [c for c in type(owner).__mro__ if c.__module__.partition(".")[0] not in _FRAMEWORKS]
-    names = dict.fromkeys(n for c in own for n in vars(c) if n.startswith(prefix) and callable(getattr(owner, n, None)))
+    kind = type(owner)
+    own = [c for c in kind.__mro__ if c.__module__.partition(".")[0] not in _FRAMEWORKS]
+    names = dict.fromkeys(n for c in own for n in vars(c) if n.startswith(prefix) and callable(getattr(kind, n, None)))
     return {name: _suggestion(name, known) for name in names if name not in known}
 
 

@@ -203,16 +203,14 @@ _Table = tuple[Mapping[str, Any], Mapping[str, list[str]]]
 
 def _read_json_lines(path: Path) -> _Table:
     with open(path, encoding="utf-8-sig") as file:
-        return _from_records(
-            [_record(line, f"{path}, line {n}") for n, line in enumerate(file, 1) if line.strip()], path
-        )
+        return _from_records([_record(line, number) for number, line in enumerate(file, 1) if line.strip()], path)
 
 
-def _record(line: str, where: str) -> Any:
+def _record(line: str, number: int) -> Any:
     try:
         return decode_record(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: Expected one JSON object, received {line.strip()[:60]!r} ({error.msg}).") from error
+        raise json.JSONDecodeError(f"line {number}: {error.msg}", "", 0) from error
 
 
 def _read_json(path: Path) -> _Table:
@@ -221,7 +219,7 @@ def _read_json(path: Path) -> _Table:
         content = decode_record(text)
     except json.JSONDecodeError as error:
         if not error.doc:  # it is JSON, but no valid data
-            raise DataError(f"{path}: Expected JSON, received: {error.msg}.") from error
+            raise
         return _read_json_lines(path)  # often named .json too
     columns = list(content.values()) if isinstance(content, Mapping) else []
     if all(isinstance(column, list) for column in columns) and len(set(map(len, columns))) == 1:

@@ -89,7 +89,7 @@ class CommonSettings:
         value = getattr(self, name)
         if value is None and optional:
             return
-        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
             raise BadArgument(expected(f"{name} to be a whole number of at least {least}", value, _as_number(value)))
         setattr(self, name, int(value))
 
@@ -97,9 +97,9 @@ class CommonSettings:
         value = getattr(self, name)
         if value is None and words.endswith(", or None"):
             return
-        if not isinstance(value, numbers.Real) or isinstance(value, bool) or not fits(value):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not fits(value):
             raise BadArgument(expected(f"{name} to be {words}", value, _as_number(value)))
-        if not isinstance(value, (int, float)):
+        if type(value) not in (int, float):  # of NumPy
             setattr(self, name, float(value))
 
     def _flag(self, name: str, optional: bool = False) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 import torch
@@ -167,7 +168,7 @@ def _detached(value: Any) -> Any:
 
 def _check_metric(name: str, pair: tuple[Any, ...]) -> None:
     for value in pair:
-        if not isinstance(value, (int, float, Tensor)) or (isinstance(value, Tensor) and value.numel() != 1):
+        if not isinstance(value, (Real, Tensor)) or (isinstance(value, Tensor) and value.numel() != 1):
             shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             what = f"metric {name!r} of the loss to be a scalar or a (sum, weight) pair"
             raise BadArgument(expected(what, shape, "Reduce it, e.g. with .mean()."))

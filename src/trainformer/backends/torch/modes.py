@@ -17,7 +17,9 @@ def frozen_in_eval(task: Any) -> list[nn.Module]:
     model that is in eval mode as a whole was just loaded: it is trained as usual.
     """
     model = task.model
-    kept = [m for m in model.modules() if isinstance(m, _BatchNorm) and _is_frozen(m)] if model.training else []
+    kept: list[nn.Module] = []
+    if model.training:
+        kept = [m for m in model.modules() if isinstance(m, _BatchNorm) and _is_frozen(m)]
     held = task.children() if isinstance(task, nn.Module) else modules_of(task).values()
     for module in held:
         if module is not model and _is_frozen(module):

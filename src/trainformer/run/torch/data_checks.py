@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.fetcher import unwrap_subsets
 from trainformer.data.labels import targets_of
+from trainformer.data.metadata import DatasetInfo
 from trainformer.run.torch.settings import RunSettings
 
 logger = logging.getLogger("trainformer")
@@ -72,7 +73,7 @@ def warn_about_ignored(settings: RunSettings, data: Any, passed: frozenset[str])
             logger.warning("%s no effect: the %s that was passed has its own.", _settings(settings, own), kind)
 
 
-def warn_about_data(train: Any, val: Any) -> None:
+def warn_about_data(train: Any, val: Any, info: DatasetInfo) -> None:
     """Warn of validation data that is also trained on, and of a loader that reads one class after the other."""
     if val is not None and _base(train) is _base(val) and _indices(train) is None and _indices(val) is None:
         logger.warning(
@@ -83,17 +84,20 @@ def warn_about_data(train: Any, val: Any) -> None:
         if shared:
             example = min(shared)
             logger.warning("%d files are in the training and the validation data, such as %s.", len(shared), example)
-    targets = targets_of(_base(train))
-    labels = targets.labels
-    if labels is not None and len(labels) and labels.min() == 1 and targets.names is None:
+    counts = info.class_counts
+    if counts is not None and info.class_names is None and len(counts) > 1 and counts[0] == 0 < counts[1]:
         logger.warning("no sample has label 0: classes count from 0. Subtract 1 if the labels count from 1.")
     if isinstance(train, DataLoader) and isinstance(train.sampler, SequentialSampler):
-        is_sorted = labels is not None and len(np.unique(labels)) > 1 and bool((np.diff(labels) >= 0).all())
-        if is_sorted and len(labels) > (train.batch_size or 1):
+        labels = targets_of(train.dataset).labels
+        if labels is not None and len(labels) > (train.batch_size or 1) and _is_sorted(labels):
             logger.warning(
                 "the training DataLoader reads the data in order, and it is sorted by class: each batch has one class "
                 "or two. Pass shuffle=True to the DataLoader."
             )
+
+
+def _is_sorted(labels: np.ndarray) -> bool:
+    return len(np.unique(labels)) > 1 and bool((np.diff(labels) >= 0).all())
 
 
 def describe_sample(dataset: Any, index: int) -> str:

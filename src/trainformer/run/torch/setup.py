@@ -94,7 +94,7 @@ def build_run(
         loaded = load_training_data(task, data, val_data, val_split, settings.seed)
     check_batches(loaded.train, "the training data")
     check_batches(loaded.val, "the validation data")
-    warn_about_data(loaded.train, loaded.val)
+    warn_about_data(loaded.train, loaded.val, loaded.info)
     warn_about_callbacks(callbacks, has_validation=loaded.val is not None)
     if "sampler" in adapted and not is_map_style(loaded.train):
         settings.sampler = None
