@@ -33,6 +33,7 @@ def unknown_hooks(owner: object, known: Collection[str], prefix: str = "on_") ->
     """Methods named ``on_...`` that nobody will call, each with a hint at the name that was probably meant.
 
     >>> class Counter:
+    ...     __module__ = "own"
     ...     def on_train_start(self): ...
     ...     def on_step_ends(self): ...
     >>> unknown_hooks(Counter(), ["on_train_begin", "on_step_end"])
