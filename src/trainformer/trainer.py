@@ -10,6 +10,8 @@ from typing import Any, overload
 
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.progress import ProgressBar
+from trainformer.core.errors import UnknownArgument, expected
+from trainformer.core.synonyms import suggest_setting
 from trainformer.distributed import is_main_process
 from trainformer.run import RunSettings, TorchRun
 from trainformer.run.fit import fit
@@ -50,9 +52,14 @@ class Trainer(RunSettings, TorchTrainerApi):
     def __new__(cls, *args: Any, **kwargs: Any) -> Trainer:
         """Record which arguments were passed: a default that is passed explicitly is the user's choice, too."""
         self = super().__new__(cls)
+        signature = inspect.signature(cls.__init__)
         try:
-            self.__dict__["_passed"] = frozenset(inspect.signature(cls.__init__).bind(self, *args, **kwargs).arguments)
+            self.__dict__["_passed"] = frozenset(signature.bind(self, *args, **kwargs).arguments)
         except TypeError:
+            known = [name for name in signature.parameters if name != "self"]
+            for name in (name for name in kwargs if name not in known):
+                what = f"an argument of {cls.__name__}"
+                raise UnknownArgument(expected(what, name, suggest_setting(name, known))) from None
             self.__dict__["_passed"] = frozenset()  # __init__ raises the error
         return self
 
@@ -116,7 +123,7 @@ class Trainer(RunSettings, TorchTrainerApi):
         `components` loads only some of them, such as ``["model"]``. Nothing that is read is executed, and if anything
         does not fit, nothing is changed.
         """
-        self._run.load(Path(path), components)
+        self._run.load(Path(path).expanduser(), components)
         return self
 
     def export(

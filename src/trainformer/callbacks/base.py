@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,8 +12,11 @@ from typing import Any, Protocol
 
 from trainformer.callbacks.compat import CallbackAdapter, to_native, unwrap_callback
 from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.hooks import check_arguments, unknown_hooks
 from trainformer.core.plugins import load_plugin, plugin_names
 from trainformer.engine import Control, Event, LazyScalar, RunState
+
+logger = logging.getLogger("trainformer")
 
 # Callback method per event. Each takes the trainer, then the arguments of the event.
 METHODS: dict[Event, str] = {
@@ -31,6 +35,21 @@ METHODS: dict[Event, str] = {
     Event.TRAIN_END: "on_train_end",
     Event.ERROR: "on_error",
 }
+
+# Arguments of each after the trainer, so that a method with other ones is rejected before it is called.
+_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("on_train_begin", "on_train_end", "on_validation_begin"), ()),
+    "on_epoch_begin": ("epoch",),
+    **dict.fromkeys(("on_step_begin", "on_substep_end"), ("step",)),
+    **dict.fromkeys(("on_before_optimizer_step", "on_after_optimizer_step"), ("step",)),
+    "on_step_end": ("step", "loss"),
+    **dict.fromkeys(("on_log", "on_validation_end", "compute_metrics"), ("metrics",)),
+    "on_save": ("path",),
+    "on_epoch_end": ("epoch", "metrics"),
+    "on_error": ("error",),
+    "attach": (),
+}
+_OTHER_HOOKS = ("on_validation_batch_end", "on_validation_cleanup")
 
 
 class Probe(Protocol):
@@ -177,10 +196,14 @@ class CallbackList:
     1
     """
 
-    def __init__(self, callbacks: Iterable[Any] | None = None) -> None:
+    def __init__(self, callbacks: Any = None) -> None:
         self.callbacks: list[Any] = []
         self.shared: dict[str, Any] = {}  # state shared by the adapters of one framework
-        for callback in callbacks or ():
+        if callbacks is None:
+            callbacks = ()
+        elif isinstance(callbacks, (str, Mapping)) or not isinstance(callbacks, Iterable):
+            callbacks = (callbacks,)  # a single one
+        for callback in callbacks:
             self.add(callback)
 
     def add(self, callback: Any) -> Any:
@@ -189,12 +212,7 @@ class CallbackList:
             do = f"Write {callback.__name__}()."
             raise BadArgument(expected("a callback object", f"the class {callback.__name__}", do))
         callback = to_native(make_callback(callback), self.shared)
-        names = (*METHODS.values(), "attach", "compute_metrics")
-        known = isinstance(callback, CallbackAdapter) or any(callable(getattr(callback, n, None)) for n in names)
-        if not known:
-            raise BadArgument(
-                expected(f"a callback with at least one of {', '.join(METHODS.values())}", type(callback).__name__)
-            )
+        _check_hooks(callback)
         self.callbacks.append(callback)
         return callback
 
@@ -248,6 +266,23 @@ def was_left_out(trainer: TrainerLike, metric: str) -> bool:
     """Whether a metric belongs to a validation set that the current evaluation did not include."""
     names = [name for name in getattr(trainer, "val_sets", ()) if name not in trainer.evaluated_sets]
     return any(metric.startswith(f"val/{name}/") for name in names)
+
+
+def _check_hooks(callback: Any) -> None:
+    """Reject a callback without hooks or with hooks of other arguments; warn of hooks that nobody calls."""
+    wrapped = unwrap_callback(callback)
+    base = next((c for c in type(wrapped).__mro__ if c.__name__ in ("TrainerCallback", "BaseHook")), None)
+    hooks = [*METHODS.values(), *_OTHER_HOOKS] if base is None else [n for n in dir(base) if n.startswith("on_")]
+    unknown = unknown_hooks(wrapped, hooks) if wrapped is callback or base is not None else {}
+    if wrapped is callback and not any(callable(getattr(callback, name, None)) for name in _ARGUMENTS):
+        do = " ".join(f"It has {name}. {hint}" for name, hint in unknown.items())
+        what = f"a callback with at least one of {', '.join(METHODS.values())}"
+        raise BadArgument(expected(what, type(callback).__name__, do))
+    for name, hint in unknown.items():
+        logger.warning("%s.%s is never called: there is no such event. %s", type(wrapped).__name__, name, hint)
+    if wrapped is callback:
+        for name in (n for n in _ARGUMENTS if callable(getattr(callback, n, None))):
+            check_arguments(callback, name, ("trainer", *_ARGUMENTS[name]))
 
 
 class EveryNthEvaluation:

@@ -7,6 +7,7 @@ from trainformer.core.errors import (
     MissingDependency,
     NonFiniteError,
     TrainformerError,
+    UnknownArgument,
 )
 from trainformer.core.optional import require
 from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, Loss, OptimizerConfig, StepResult
@@ -25,5 +26,6 @@ __all__ = [
     "OptimizerConfig",
     "StepResult",
     "TrainformerError",
+    "UnknownArgument",
     "require",
 ]

@@ -23,6 +23,10 @@ class BadArgument(TrainformerError, ValueError):
     """An argument, or a combination of arguments, that cannot work."""
 
 
+class UnknownArgument(BadArgument, TypeError):
+    """A keyword argument that does not exist; the message suggests one that does."""
+
+
 class DataError(TrainformerError, ValueError):
     """Data that is missing, empty, unreadable or does not fit the task."""
 

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainformer.core.errors import DataError
 from trainformer.data.dataset import Subset
 from trainformer.data.labels import SUBSET, TENSORS, is_instance_of, qualified_name
 from trainformer.data.order import preserved_generators, sample_key, seed_generators, set_sample_key
+from trainformer.data.shapes_in_words import shape_of
 
 Collate = Callable[[list[Any]], Any]
 #: Reads a whole batch by indices.
@@ -73,16 +75,34 @@ class Fetcher:
                 index = draw % self._size
                 seed(sample_key(self.seed, epoch, draw))
                 try:
-                    samples.append(self.dataset[index])
+                    sample = self.dataset[index]
+                    if sample is None:
+                        kind = type(self.dataset).__name__
+                        raise DataError(f"Expected a sample, received None: does {kind}.__getitem__ lack a return?")
+                    samples.append(sample)
                     read.append(place)
                 except Exception as error:
                     if not self.skip_bad:
                         error.add_note(f"(while reading sample {index} of {type(self.dataset).__name__})")
                         raise
                     bad.append((index, f"{type(error).__name__}: {error}"))
-            data = self.collate(samples) if samples else None
+            data = self._collated(samples, draws[read] if bad else draws) if samples else None
             set_sample_key(None)
             return Fetched(data, len(samples), bad, draws[read] if bad else draws)
+
+    def _collated(self, samples: list[Any], draws: np.ndarray) -> Any:
+        try:
+            return self.collate(samples)
+        except Exception as error:
+            shapes = [shape_of(sample) for sample in samples]
+            other = next((place for place, shape in enumerate(shapes) if shape != shapes[0]), None)
+            if other is not None:
+                first, index = int(draws[0]) % self._size, int(draws[other]) % self._size
+                error.add_note(
+                    f"(samples of one batch differ: sample {index} of {type(self.dataset).__name__} is "
+                    f"{shapes[other]}, sample {first} is {shapes[0]})"
+                )
+            raise
 
     def __getitem__(self, index: tuple[int, np.ndarray]) -> Fetched:
         """As a dataset for the workers of a `DataLoader`: one index, (epoch, draws), is a whole batch."""

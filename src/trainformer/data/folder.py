@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("trainformer")
 
 LAYOUT = "The expected layout is one folder per class: root/cat/1.png, root/cat/2.png, root/dog/1.png."
-_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
+_TRAIN = ("train", "training")
+_HELD_OUT = ("val", "valid", "validation", "dev", "eval", "test", "testing", "holdout")
 # Formats PIL only identifies, or decodes with external programs.
 _NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 
@@ -220,14 +221,30 @@ def _class_folders(root: Path) -> list[str]:
             f"Expected class folders in '{root}', received none"
             f"{' (images lie directly in it)' if next(_images_in(root), None) else ''}. {LAYOUT}"
         )
-    found = {name.lower(): name for name in names}
-    if len(found) > 1 and set(found) <= _SPLITS:  # otherwise they would be the classes "train" and "val"
-        first, second = sorted(found, key=lambda name: not name.startswith("train"))[:2]
-        raise DataError(
-            f"Expected class folders in '{root}', received the splits {', '.join(sorted(found.values()))}. Pass one of "
-            f"them: data='{root / found[first]}', val_data='{root / found[second]}'."
-        )
+    _reject_splits(root, names)
     return names
+
+
+def _reject_splits(root: Path, names: list[str]) -> None:
+    """Raise if the folders are splits of a dataset: otherwise they would be the classes "train" and "val"."""
+    found = {name.lower(): name for name in names}
+    train = next((found[name] for name in _TRAIN if name in found), None)
+    held_out = [found[name] for name in _HELD_OUT if name in found]
+    if train is None and (len(held_out) < 2 or len(held_out) < len(names)):
+        return  # no folder for training, so these are probably names of classes
+    if train is not None and not held_out:
+        # Classes such as bus, car and train; unless they have subfolders of their own with the same names.
+        inside = _folders_in(root / train)
+        same = [name for name in names if name != train and inside and _folders_in(root / name) == inside]
+        if not same and not (len(names) == 1 and len(inside) > 1):
+            return
+        held_out = same
+    others = "".join(f", val_data='{root / name}'" for name in held_out[:1])
+    first = train or held_out[0]
+    raise DataError(
+        f"Expected class folders in '{root}', received the splits {', '.join(names)}. Pass one of them: "
+        f"data='{root / first}'{others}."
+    )
 
 
 def _existing_folder(root: str | Path) -> Path:

@@ -16,7 +16,7 @@ from trainformer.core.errors import BadArgument, DataError, did_you_mean, expect
 from trainformer.core.optional import require
 from trainformer.data.folder import LabelledFiles, decode_image, read_image
 from trainformer.data.text.tables import read_csv
-from trainformer.utils.files import decode_json
+from trainformer.utils.files import decode_json, decode_record
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -203,14 +203,23 @@ _Table = tuple[Mapping[str, Any], Mapping[str, list[str]]]
 
 def _read_json_lines(path: Path) -> _Table:
     with open(path, encoding="utf-8-sig") as file:
-        return _from_records([decode_json(line) for line in file if line.strip()], path)
+        return _from_records([_record(line, number) for number, line in enumerate(file, 1) if line.strip()], path)
+
+
+def _record(line: str, number: int) -> Any:
+    try:
+        return decode_record(line)
+    except json.JSONDecodeError as error:
+        raise json.JSONDecodeError(f"line {number}: {error.msg}", "", 0) from error
 
 
 def _read_json(path: Path) -> _Table:
     text = path.read_text(encoding="utf-8-sig")
     try:
-        content = decode_json(text)
-    except json.JSONDecodeError:
+        content = decode_record(text)
+    except json.JSONDecodeError as error:
+        if not error.doc:  # it is JSON, but no valid data
+            raise
         return _read_json_lines(path)  # often named .json too
     columns = list(content.values()) if isinstance(content, Mapping) else []
     if all(isinstance(column, list) for column in columns) and len(set(map(len, columns))) == 1:

@@ -93,6 +93,9 @@ class Loop:
         """Train to the end of the plan, or until a stop is requested."""
         self.bus.emit(Event.TRAIN_BEGIN)
         self._restore_position()
+        if self.state.step == self.state.evaluation_failed_at:  # it belongs to the step that was resumed from
+            self.control.should_evaluate = True
+            self._at_boundary(self.state.epoch if self.state.batch == 0 else None)
         while not self._finished():
             self._run_epoch()
         self._finish_run()

@@ -40,6 +40,7 @@ class RunState:
     evaluated_at: int = -1
     evaluated_sets: list[str] = field(default_factory=list)  # then, where validation sets have their own cadences
     saved_at: int = -1
+    evaluation_failed_at: int = -1  # a checkpoint of this step was saved before its evaluation, which raised
     best_metrics: dict[str, float] = field(default_factory=dict)
     best_step: int = -1
     stopped: list[str] = field(default_factory=list)  # who stopped the run early, and why

@@ -10,7 +10,8 @@ import dataclasses
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.errors import BadArgument, expected
+from trainformer.core.synonyms import suggest_synonym
 from trainformer.hf.argument_checks import (
     check_forgather,
     check_forgather_trainer,
@@ -44,7 +45,7 @@ class _ArgumentsMeta(type):
         known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
         for name in kwargs:
             if name not in known:
-                hint = f"Use {_RENAMED[name]}." if name in _RENAMED else did_you_mean(name, known)
+                hint = f"Use {_RENAMED[name]}." if name in _RENAMED else suggest_synonym(name, known)
                 raise BadArgument(expected(f"fields of {cls.__name__}", name, hint))
         return super().__call__(*args, **kwargs)
 

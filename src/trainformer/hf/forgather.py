@@ -122,9 +122,18 @@ def combined_callbacks(defaults: list[Any], given: Iterable[Any] | None) -> list
     """
     if given is None:
         return defaults
-    given = list(given)
+    given = list(given) if isinstance(given, Iterable) else [given]  # a single one
     kinds = {callback if isinstance(callback, type) else type(callback) for callback in given}
     return [*(callback for callback in defaults if type(callback) not in kinds), *given] if given else []
+
+
+def check_pair(optimizers: Any) -> None:
+    """Reject `optimizers` that are not an optimizer and a scheduler."""
+    if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
+        what = "optimizers to be a pair (optimizer, lr_scheduler)"
+        raise BadArgument(
+            expected(what, type(optimizers).__name__, "Pass (optimizer, None) for one without the other.")
+        )
 
 
 def takes_outputs(loss: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:

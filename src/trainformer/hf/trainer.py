@@ -33,7 +33,7 @@ from trainformer.hf.compat import check_overrides
 from trainformer.hf.dataloaders import is_stream, mixture_sampler
 from trainformer.hf.evaluation import EvaluatingTrainer
 from trainformer.hf.features import MemoryMetrics, callbacks_of, prepare_model, set_log_level, training_features
-from trainformer.hf.forgather import check_environment, combined_callbacks, factories, takes_outputs
+from trainformer.hf.forgather import check_environment, check_pair, combined_callbacks, factories, takes_outputs
 from trainformer.hf.hub import HubMixin
 from trainformer.hf.optimizers import OptimizerMixin
 from trainformer.hf.outputs import TrainOutput
@@ -131,6 +131,7 @@ class Trainer(OptimizerMixin, SearchMixin, HubMixin, EvaluatingTrainer):
         self.data_collator = collator_for(data_collator, processing_class)
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        check_pair(optimizers)
         self.optimizer, self.lr_scheduler = optimizers
         self._given_optimizer, self._given_scheduler = factories(
             optimizers, optimizer_factory, lr_scheduler_factory, self.make_model

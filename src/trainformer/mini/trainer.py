@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from trainformer.backends.torch import restore_random
 from trainformer.backends.torch.placement import resolve_device
 from trainformer.callbacks.compat.mini import BaseHook, unwrap
 from trainformer.core.errors import BadArgument, NonFiniteError, expected
+from trainformer.core.hooks import unknown_hooks
 from trainformer.data.order import sample_key, seed_generators
 from trainformer.engine import RunState
 from trainformer.mini.adapter import checked_scheduler
@@ -92,6 +94,11 @@ class BaseTrainer:
                     f"{type(self).__name__} overrides {name}, which the training loop of this library does not call. "
                     "Move code around a step into hooks, and code inside a step into forward()."
                 )
+        for name in unknown_hooks(self, dir(BaseTrainer), prefix="build_"):
+            close = difflib.get_close_matches(name, dir(BaseTrainer), n=1, cutoff=0.85)  # others are the user's own
+            if close:
+                message = "%s.%s is not called by the trainer. Did you mean %r?"
+                logging.getLogger("trainformer").warning(message, type(self).__name__, name, close[0])
         self.max_steps = check_integer("max_steps", max_steps, minimum=1)
         self.grad_clip = grad_clip
         retries, accumulation = max_non_finite_grad_retries, gradient_accumulation_steps
@@ -100,7 +107,7 @@ class BaseTrainer:
             raise BadArgument(expected("mixed_precision to be 'fp16', 'bf16' or None", mixed_precision))
         self.mixed_precision = _DTYPES[mixed_precision]
         self.gradient_accumulation_steps = _optional_integer("gradient_accumulation_steps", accumulation, 1) or 1
-        self.workspace = None if workspace is None else Path(workspace)
+        self.workspace = None if workspace is None else Path(workspace).expanduser()
         self.device = _device(device)
         self.no_sync_accumulate = no_sync_accumulate
         self.state_dict_options = state_dict_options

@@ -74,6 +74,9 @@ def timm_name(name: str) -> str:
 def check_backbone(name: str) -> None:
     """Reject a name that timm does not know, with suggestions."""
     timm = _timm()
+    if not isinstance(name, str):
+        received = f"the class {name.__name__}" if isinstance(name, type) else type(name).__name__
+        raise BadArgument(expected("backbone to be the name of a timm model", received))
     if ":" in name:  # 'hf-hub:...' and 'local-dir:...' are resolved when building
         return
     architecture, _, tag = timm_name(name).partition(".")

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainformer.context import PipelineConfig
-from trainformer.core.errors import BadArgument, expected
+from trainformer.core.errors import BadArgument, TrainformerError
 from trainformer.engine.process_group import ProcessGroup
 from trainformer.live.runs import read_status
 from trainformer.run.context import current_context
 from trainformer.run.logging import log_handler
 from trainformer.run.provenance import fingerprint
+from trainformer.run.settings import CommonSettings, check_run_name, folder_name
 from trainformer.utils.console import INTERRUPTIONS
 from trainformer.utils.files import make_folder, sync, write_atomically
 from trainformer.utils.locks import FolderLock
@@ -60,11 +61,8 @@ class RunFolder:
         if run_dir is not None:
             return cls(Path(run_dir), save_dir)
         if name is not None:
-            chosen = re.sub(r"[^\w.=+-]+", "-", name)
-            if not chosen.strip("."):
-                do = "Leave it out for one after the task and the time."
-                raise BadArgument(expected("name to name a folder under runs/", name, do))
-            return cls(Path("runs") / chosen, save_dir)
+            check_run_name(name)
+            return cls(Path("runs") / folder_name(name), save_dir)
         if unfinished is not None and (found := _unfinished_run(task, unfinished)) is not None:
             return cls(found, save_dir)
         stem = Path("runs") / f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -257,12 +255,32 @@ def choose_folder(run: Run, stack: ExitStack) -> RunFolder | NoFolder:
         created.append(folder)
         return str((folder.path if records else folder.checkpoints).absolute())
 
-    path = Path(process_group.run_on_main(create))
+    path = Path(process_group.run_on_main(lambda: _writable(create, settings)))
     if not process_group.is_single_process:
         _check_visible(path, process_group)
     if created:
         return created[0]
     return NonMainFolder(path, settings.save_dir) if records else _NonMainCheckpoints(path)
+
+
+def _writable(create: Callable[[], str], settings: CommonSettings) -> str:
+    """Create the folder; an error of the file system names the setting."""
+    try:
+        return create()
+    except OSError as error:
+        if isinstance(error, TrainformerError):
+            raise
+        where = {"run_dir": settings.run_dir, "name": settings.name, "save_dir": settings.save_dir}
+        setting = next(name for name, value in where.items() if value is not None)
+        path = error.filename or where[setting]
+        do = f"Choose another {setting}."
+        if isinstance(error, (FileExistsError, NotADirectoryError)):
+            received = f"{path}, which is a file or lies in one"
+        else:
+            received = f"{path}: {error.strerror or error}"
+        raise BadArgument(
+            f"Expected {setting} to be a folder that can be written, received {received}. {do}"
+        ) from error
 
 
 class _NonMainCheckpoints(CheckpointFolder):

@@ -12,13 +12,15 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainformer.callbacks.base import handlers_of
+from trainformer.callbacks.base import handlers_of, name_of
 from trainformer.checkpointing import Checkpoint, StateComponent
 from trainformer.checkpointing.checkpointer import Assets, Checkpointer, load_components, read_states
 from trainformer.context import PipelineContext
 from trainformer.engine import Control, DataSource, Event, EventBus, Loop, RunState
+from trainformer.engine.metric_values import as_metrics
 from trainformer.loggers.base import BaseLogger, NoOpLogger
 from trainformer.run.context import current_context
+from trainformer.run.failed_evaluation import saved_if_it_fails
 from trainformer.run.folder import NoFolder, RunFolder
 from trainformer.run.live_control import LiveControl
 from trainformer.run.logging import RunRecords
@@ -222,19 +224,21 @@ class Run(ABC):
         if not self.val_sources:
             logger.warning("an evaluation was requested, but there is no validation data")
             return {}
-        metrics: dict[str, float] = {}
-        for name in names or self.val_sources:
-            metrics |= self.validate(name)
-            for kind, content in self.evaluation_records().items():  # at once: the next set has records of its own
-                self.records.add(kind, {**content, "key": name} if name else content)
-        return self.add_callback_metrics(metrics, names)
+        with saved_if_it_fails(self):
+            metrics: dict[str, float] = {}
+            for name in names or self.val_sources:
+                metrics |= self.validate(name)
+                for kind, content in self.evaluation_records().items():  # at once: the next set has records of its own
+                    self.records.add(kind, {**content, "key": name} if name else content)
+            return self.add_callback_metrics(metrics, names)
 
     def add_callback_metrics(self, metrics: dict[str, float], names: Sequence[str] = ()) -> dict[str, float]:
         """The metrics of an evaluation, with those that callbacks compute."""
         self.evaluated_sets = tuple(names) or self.val_sets
         for callback in self.callbacks:
             if hasattr(callback, "compute_metrics"):
-                metrics |= callback.compute_metrics(self.owner, metrics) or {}
+                who = f"{name_of(callback)}.compute_metrics"
+                metrics |= as_metrics(callback.compute_metrics(self.owner, metrics), who)
         self._last_metrics = metrics
         return metrics
 

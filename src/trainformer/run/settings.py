@@ -6,6 +6,8 @@ also its help text on the command line) and, in `validate`, the values that make
 
 from __future__ import annotations
 
+import numbers
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,6 +19,8 @@ from trainformer.engine import Plan
 from trainformer.engine.cadence import Cadence, Unit
 from trainformer.run.signals import SignalRules
 from trainformer.run.validation_sets import eval_cadences
+
+_LONGEST_NAME = 200  # of the 255 bytes that file systems allow, since some loggers append to it
 
 
 @dataclass(kw_only=True)
@@ -61,13 +65,21 @@ class CommonSettings:
     eval_every: int | str | Mapping[str, int | str | None] | None = 1  # or one for each validation set, by name
 
     def validate(self) -> None:
-        """Reject settings that cannot work, before anything is built."""
+        """Reject settings that cannot work, before anything is built. NumPy's numbers become Python's."""
         for name in ("epochs", "batch_size", "accumulation_steps"):
             self._whole(name, least=1)
         for name in ("max_steps", "eval_batch_size", "keep_every"):
             self._whole(name, least=1, optional=True)
         for name in ("save_best", "save_last", "seed"):
             self._whole(name, least=0)
+        for name in ("save_async", "eval_on_save", "exit_on_signal"):
+            self._flag(name)
+        self._text("project", "monitor_metric", "save_dir")
+        check_run_name(self.name)
+        for name in ("save_dir", "run_dir", "resume"):
+            self._path(name)
+        self._check_folders()
+        self._components()
         self._choice("monitor_mode", ("min", "max"))
         self._choice("save_strategy", ("steps", "epochs", "seconds"))
         self._number("rank_timeout", lambda v: v > 0, "a positive number of seconds")
@@ -79,15 +91,63 @@ class CommonSettings:
         value = getattr(self, name)
         if value is None and optional:
             return
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise BadArgument(expected(f"{name} to be a whole number of at least {least}", value))
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
+            raise BadArgument(expected(f"{name} to be a whole number of at least {least}", value, _as_number(value)))
+        setattr(self, name, int(value))
 
     def _number(self, name: str, fits: Any, words: str) -> None:
         value = getattr(self, name)
         if value is None and words.endswith(", or None"):
             return
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not fits(value):
-            raise BadArgument(expected(f"{name} to be {words}", value))
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not fits(value):
+            raise BadArgument(expected(f"{name} to be {words}", value, _as_number(value)))
+        if type(value) not in (int, float):  # of NumPy
+            setattr(self, name, float(value))
+
+    def _flag(self, name: str, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, bool) and not (optional and value is None):
+            # Every string that is not empty counts as true, also "false".
+            raise BadArgument(expected(f"{name} to be True or False", value, "Pass it without quotes."))
+
+    def _text(self, *names: str) -> None:
+        for name in names:
+            if not isinstance(getattr(self, name), (str, Path)):
+                raise BadArgument(expected(f"{name} to be a string", getattr(self, name)))
+
+    def _path(self, name: str) -> None:
+        """Expand ``~``, and reject what is no path."""
+        value = getattr(self, name)
+        if isinstance(value, bool):
+            do = "'auto' resumes, None starts from scratch." if name == "resume" else ""
+            raise BadArgument(expected(f"{name} to be a path{', auto or None' if do else ''}", value, do))
+        if value is None:
+            return
+        if not isinstance(value, (str, Path)):
+            raise BadArgument(expected(f"{name} to be a path", value))
+        if str(value).startswith("~"):
+            setattr(self, name, type(value)(Path(value).expanduser()))
+
+    def _check_folders(self) -> None:
+        """Reject a run folder that is a file, or lies in one: everything in it would fail to be written."""
+        run_dir = Path(self.run_dir or "")
+        for path in (run_dir, run_dir / self.save_dir):
+            try:
+                blocking = next((part for part in (path, *path.parents) if part.exists() and not part.is_dir()), None)
+            except (OSError, ValueError) as error:  # a name of 300 characters, or a null byte
+                shown = f"{str(path)[:60]}...: {getattr(error, 'strerror', None) or error}"
+                raise BadArgument(expected("the path of a folder to write to", shown)) from error
+            if blocking is not None:
+                raise BadArgument(
+                    f"Expected a folder to write to, received '{path}': {'it' if blocking == path else blocking} is a "
+                    "file. Choose another folder, or remove the file."
+                )
+
+    def _components(self) -> None:
+        chosen = self.load_components
+        if chosen is not None and (isinstance(chosen, str) or not all(isinstance(name, str) for name in chosen)):
+            what = "load_components to be a list of names, or None"
+            raise BadArgument(expected(what, chosen, f"Write [{chosen!r}]." if isinstance(chosen, str) else ""))
 
     def _choice(self, name: str, choices: tuple[str | None, ...]) -> None:
         value = getattr(self, name)
@@ -130,6 +190,39 @@ class CommonSettings:
             monitor=self.monitor_metric,
             mode=self.monitor_mode,
         )
+
+
+def check_run_name(name: Any) -> None:
+    """Reject a name that cannot be the name of a folder under ``runs/``."""
+    if name is None:
+        return
+    do = "Leave it out for one after the task and the time."
+    if not isinstance(name, str):
+        raise BadArgument(expected("name to be a string", name))
+    if not folder_name(name).strip("."):
+        raise BadArgument(expected("name to name a folder under runs/", name, do))
+    if len(folder_name(name).encode()) > _LONGEST_NAME:
+        short = f"{name[:20]}... with {len(name)} characters"
+        raise BadArgument(expected(f"name to have at most {_LONGEST_NAME} bytes", short, "Pass a shorter one."))
+
+
+def folder_name(name: str) -> str:
+    """The folder of a run with this name."""
+    return re.sub(r"[^\w.=+-]+", "-", name)
+
+
+def _as_number(value: Any) -> str:
+    """A hint for a number that was passed as a string."""
+    try:
+        number = float(value) if isinstance(value, str) else None
+    except ValueError:
+        number = None
+    if number is None:
+        return ""
+    yaml = (
+        "" if "." in value or "e" not in value.lower() else f"; YAML 1.1 reads {value} as a string, 1.0e-4 as a number"
+    )
+    return f"Pass a number without quotes{yaml}."
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,57 @@ def decode_json(text: str | bytes | bytearray) -> Any:
         raise json.JSONDecodeError(str(error), "", 0) from error
 
 
+def decode_record(text: str) -> Any:
+    """`decode_json` for data: what other readers would understand differently raises, too.
+
+    NaN and infinity are no JSON, of a repeated key all values but one are lost, and half a surrogate pair is no text:
+    it cannot be encoded or tokenized.
+
+    >>> decode_record('{"text": "a", "text": "b"}')
+    Traceback (most recent call last):
+    json.decoder.JSONDecodeError: the key 'text' is repeated: line 1 column 1 (char 0)
+    """
+    try:
+        content = _RECORDS.decode(text)
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", "", 0) from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        raise json.JSONDecodeError(str(error), "", 0) from error
+    if "\\u" in text:  # only an escape sequence can make one, since the file is UTF-8
+        found = _lone_surrogate(content)
+        if found is not None:
+            raise json.JSONDecodeError(f"half a surrogate pair, \\u{ord(found):04x}: no valid text", "", 0)
+    return content
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        seen: set[str] = set()
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise json.JSONDecodeError(f"the key {repeated!r} is repeated", "", 0)
+    return made
+
+
+def _no_constant(name: str) -> Any:
+    raise json.JSONDecodeError(f"{name} is no JSON value; write null, or leave the key out", "", 0)
+
+
+def _lone_surrogate(value: Any) -> str | None:
+    if isinstance(value, str):
+        return next((character for character in value if "\ud800" <= character <= "\udfff"), None)
+    if isinstance(value, dict):
+        return _lone_surrogate([*value, *value.values()])
+    if isinstance(value, list):
+        return next((found for found in map(_lone_surrogate, value) if found is not None), None)
+    return None
+
+
+_RECORDS = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+
+
 def check_archive(path: Path) -> None:
     """Refuse a zip file that unpacks to more than its own size: torch and NumPy store without compression.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from functools import cache
 from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -66,9 +67,14 @@ class AccumulationWindow:
                 if name in ("loss", "grad_norm"):
                     raise BadArgument(expected("names of metrics other than 'loss' and 'grad_norm'", name))
                 pair = value if isinstance(value, tuple) else (value, batch.size)
+                _check_metric(name, pair)
                 self.entries.append(Entry(name, _detached(pair[0]), _detached(pair[1]), not isinstance(value, tuple)))
             return loss
-        raise BadArgument(expected("train_step to return a scalar tensor or Loss(sum, weight)", type(output).__name__))
+        raise BadArgument(
+            expected(
+                "train_step to return a scalar tensor or Loss(sum, weight)", type(output).__name__, _advice(output)
+            )
+        )
 
     def count(self, batch: DeviceBatch) -> None:
         """Count the samples and tokens of a batch."""
@@ -229,6 +235,25 @@ def _zero_weight(output: Any) -> Any:
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def _check_metric(name: str, pair: tuple[Any, ...]) -> None:
+    for value in pair:
+        if not isinstance(value, (Real, Tensor)) or (isinstance(value, Tensor) and value.numel() != 1):
+            shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            what = f"metric {name!r} of the loss to be a scalar or a (sum, weight) pair"
+            raise BadArgument(expected(what, shape, "Reduce it, e.g. with .mean()."))
+
+
+def _advice(output: Any) -> str:
+    """What to do about a value of `train_step` that is no loss."""
+    if isinstance(output, dict) and "loss" in output:
+        return "Return output['loss'], or Loss(sum, weight, metrics) to log further values."
+    if isinstance(output, tuple) and output and isinstance(output[0], Tensor) and output[0].ndim == 0:
+        return "Return the loss alone, or Loss(sum, weight, metrics) to log further values."
+    if isinstance(output, float):
+        return "Return the tensor itself, not loss.item(): gradients are computed from it."
+    return "Does it lack a return?" if output is None else ""
 
 
 def _check_differentiable(loss: Any) -> None:

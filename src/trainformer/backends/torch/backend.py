@@ -25,7 +25,11 @@ from torch import Tensor, nn
 from trainformer.backends.torch import gradients, memory, quantize
 from trainformer.backends.torch.accumulation import AccumulationWindow, MemorySplitter
 from trainformer.backends.torch.active_optimizer import ActiveOptimizer
+from trainformer.backends.torch.coverage import check_optimizer, unoptimized, unoptimized_message
+from trainformer.backends.torch.eval_outputs import metrics_by_name
+from trainformer.backends.torch.hints import explain
 from trainformer.backends.torch.logged_values import StepScope
+from trainformer.backends.torch.modes import frozen_in_eval
 from trainformer.backends.torch.nonfinite import NonFiniteGuard, RunningStatistics
 from trainformer.backends.torch.optimizers import make_optimizer, modules_of, named_parameters
 from trainformer.backends.torch.placement import Feeder, RequestFlag, start_copy
@@ -67,6 +71,7 @@ class TorchBackend:
         self.guard = NonFiniteGuard(settings.nonfinite, self.device)
         # A rank that runs out of memory cannot repeat its step alone: the others are waiting in the all-reduce.
         self.splitter = MemorySplitter(settings.oom if self._is_single else "raise")
+        self._frozen_in_eval = frozen_in_eval(task)
         self.replaced = self._replace_layers()
         self._place_model()
         named = named_parameters(task)
@@ -93,6 +98,7 @@ class TorchBackend:
         self._request_flag = RequestFlag(self.device)
         self.before_clipping: Callable[[], None] | None = None  # sees complete gradients that are not clipped yet
         self.has_request: Callable[[], bool] = lambda: False  # whether this rank has a request for all ranks
+        self.describe_sample: Callable[[int], str] = lambda index: f"sample {index}"
         self._reduces_rows = reduces_rows
         # With "raise" the run ends anyway; saving a hundred small tensors in every step would cost time.
         keeps_running = self.guard.policy != "raise"
@@ -101,6 +107,7 @@ class TorchBackend:
         self._logged: list[Entry] = []
         self._shared_loss: list[Entry] | None = None
         self.grad_norm: Tensor | None = None
+        self.unoptimized: list[str] | None = None  # parameters that get gradients for nothing; None: not known yet
 
     # -- set-up --------------------------------------------------------------------------------------------
 
@@ -130,9 +137,12 @@ class TorchBackend:
 
     def _make_optimizers(self) -> dict[str, ActiveOptimizer]:
         settings = self.settings
-        optimizer = self.strategy.prepare_optimizer(
-            make_optimizer(settings.optimizer, self.task, settings.lr, settings.weight_decay, settings.layer_decay)
+        optimizer = make_optimizer(
+            settings.optimizer, self.task, settings.lr, settings.weight_decay, settings.layer_decay
         )
+        if not isinstance(settings.optimizer, (str, Mapping)):
+            check_optimizer(optimizer, self.task)
+        optimizer = self.strategy.prepare_optimizer(optimizer)
         # Trainable parameters outside a user's optimizer would accumulate gradients: those are dropped too.
         optimized = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         self.parameters = list(({id(p): p for p in self.parameters} | optimized).values())
@@ -226,6 +236,8 @@ class TorchBackend:
         else:
             for module in modules_of(self.task).values():
                 module.train(train)
+            for module in self._frozen_in_eval:
+                module.training = False
 
     def updates(self, step: int | None, window: Iterable[DeviceBatch]) -> Iterable[Any]:
         """One update of the optimizer. `step` is None in trial steps."""
@@ -235,6 +247,8 @@ class TorchBackend:
         """Forward and backward pass of one micro-batch. False: out of memory, repeat it in smaller pieces."""
         if self._statistics is not None and not self._window.entries:
             self._statistics.keep()
+        if self.unoptimized is None:
+            self._warn_about_batch(batch)
         try:
             for piece in self.splitter.split(batch):
                 # Skip the gradient all-reduce for every micro-batch but the last of a step.
@@ -244,6 +258,8 @@ class TorchBackend:
                     loss = self._window.add(output, piece)
                     if self._logged:
                         self._window.entries += self.take_logged()
+                    if self.unoptimized is None:
+                        self._find_unoptimized(loss)
                     if not self._is_single and not piece.more:
                         loss = self._send_stats(loss, output)
                     if loss is not None:
@@ -255,10 +271,34 @@ class TorchBackend:
                     error.add_note(_OUT_OF_MEMORY)
                 raise
             return False
+        except Exception as error:
+            self._explain(error, "train_step", batch)
+            raise
         return True
 
     def _backward(self, loss: Tensor) -> None:
         self.strategy.backward(loss, self.precision.scaler)
+
+    def _explain(self, error: Exception, step: str, batch: DeviceBatch) -> None:
+        """Add what the batch holds, and a hint, to an error of a step."""
+        describe = (
+            self.describe_sample if step == "train_step" else (lambda index: f"sample {index} of the evaluated data")
+        )
+        samples = self.feeder.samples_of(batch)
+        explain(error, step, batch.data, self.task.model, samples, describe, self.feeder.recent_labels())
+
+    def _warn_about_batch(self, batch: DeviceBatch) -> None:
+        """Once per run, pass on what the task finds wrong with a batch."""
+        check = getattr(self.task, "check_batch", None)
+        for problem in (check(batch.data) if check is not None and batch.size else None) or ():
+            logger.warning("the first batch: %s", problem)
+
+    def _find_unoptimized(self, loss: Tensor | None) -> None:
+        """Once per run, warn of parameters that the loss depends on and nobody updates."""
+        # Sharded models have other tensors in the graph than in the optimizer.
+        self.unoptimized = unoptimized(loss, self.task, self.parameters) if self._is_single and loss is not None else []
+        if self.unoptimized:
+            logger.warning(unoptimized_message(self.unoptimized))
 
     def _send_stats(self, loss: Tensor | None, output: Any) -> Tensor | None:
         """With the last micro-batch of a step, all-reduce its weight, loss and pending requests."""
@@ -463,12 +503,13 @@ class TorchBackend:
         entries: list[Entry] = []
         scope = StepScope(self.precision.forward(), entries, batch.size, False, self.strategy.log_metric_advice)
         with torch.no_grad(), scope, nullcontext() if batch.size else padding(participates=True):
-            outputs = self.strategy.infer(function, batch.data)
-        if outputs is None and entries:
-            outputs = {}  # everything was logged
-        if not isinstance(outputs, Mapping):
-            do = "Return {} if there is nothing to report."
-            raise BadArgument(expected("eval_step to return a mapping of metrics", type(outputs).__name__, do))
+            try:
+                found = self.strategy.infer(function, batch.data)
+                # None: everything was logged.
+                outputs = {} if found is None and entries else metrics_by_name(found, function)
+            except Exception as error:
+                self._explain(error, getattr(function, "__name__", "eval_step"), batch)
+                raise
         rows: dict[str, Any] = {}
         if batch.size == 0:  # padding: this rank computed a sample of another one to take part in collectives
             rows_of = {n: v for n, v in outputs.items() if isinstance(v, list) or (isinstance(v, Tensor) and v.ndim)}

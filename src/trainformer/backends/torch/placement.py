@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -43,6 +44,16 @@ class Feeder:
         self.channels_last = channels_last
         self.counts_padding = False  # whether padding counts as tokens
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Indices, and labels if they are out of reach on the device, of the newest batches: for error messages.
+        self._recent: deque[tuple[int, Any, list[Tensor]]] = deque(maxlen=16)
+
+    def samples_of(self, batch: DeviceBatch) -> Any:
+        """The indices of the samples of a batch that was fed a moment ago; None if they are not known."""
+        return next((origin.samples for key, origin, _ in self._recent if key == id(batch.data) and origin), None)
+
+    def recent_labels(self) -> list[tuple[Any, Tensor]]:
+        """Indices and labels, on the host, of the newest batches that were copied to a GPU."""
+        return [(origin.samples, labels) for _, origin, held in self._recent if origin for labels in held]
 
     def feed(self, batches: Iterable[HostBatch], transform: nn.Module | None) -> Iterator[DeviceBatch]:
         """Batches on the device, in order.
@@ -60,6 +71,7 @@ class Feeder:
             if transform is not None:
                 keys = None if origin is None else sample_keys(*origin)
                 placed = apply_to_inputs(partial(transform, keys=keys) if takes_keys else transform, placed)
+            self._recent.appendleft((id(placed), origin, [] if self._stream is None else _labels(data)))
             yield DeviceBatch(placed, size, tokens, bad, False, global_size, consumed, sources)
 
     def _move(self, data: Any) -> Any:
@@ -78,6 +90,12 @@ class Feeder:
         if not self.channels_last:
             return data
         return map_tensors(lambda t: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t, data)
+
+
+def _labels(data: Any) -> list[Tensor]:
+    """Integer tensors of one dimension: a few hundred bytes."""
+    parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
+    return [t for t in parts if isinstance(t, Tensor) and t.ndim == 1 and t.dtype == torch.int64 and not t.is_cuda]
 
 
 def map_tensors(function: Callable[[Tensor], Any], data: Any) -> Any:

@@ -22,7 +22,7 @@ from trainformer.core.optional import require
 from trainformer.data.dataset import IndexedDataset, normalize_index
 from trainformer.data.text.files import LineIndex, TextFile, content_suffix, digest
 from trainformer.data.text.schemas import detect_schema, expected_value, require_key, require_text
-from trainformer.utils.files import decode_json
+from trainformer.utils.files import decode_json, decode_record
 
 MAX_PARSED_BYTES = 1 << 30  # of a file that is parsed at once: it takes ten times that in memory, as Python objects
 _TEXT_ENDINGS = (
@@ -128,9 +128,10 @@ def parse_json(file: TextFile) -> RecordList:
     """The records of a JSON file: a list of them, or a mapping with one such list."""
     text = _read_all(file, "JSON Lines (one record per line, .jsonl), which is read lazily: jq -c '.[]' data.json")
     try:
-        content = decode_json(text)
+        content = decode_record(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{file.path}, line {error.lineno}: Expected JSON, received: {error.msg}.") from error
+        where = f"{file.path}, line {error.lineno}" if error.doc else file.path
+        raise DataError(f"{where}: Expected JSON, received: {error.msg}.") from error
     if isinstance(content, Mapping):
         content = wrapped_list(content) or content
     if not isinstance(content, list):
@@ -271,11 +272,11 @@ def _is_record(value: Mapping[str, Any]) -> bool:
 def _parse_line(lines: LineIndex, index: int) -> Any:
     line = lines.text(index)
     try:
-        return decode_json(line)
+        return decode_record(line)
     except json.JSONDecodeError as error:
         shown = line if len(line) <= 60 else f"{line[:60]}..."
         advice = "A file that is one list must be called .json." if index == 0 and line.startswith("[") else ""
         raise DataError(
-            f"{lines.location(index)}: Expected one JSON object per line, received {shown!r} ({error.msg} at column "
-            f"{error.colno}). {advice}".strip()
+            f"{lines.location(index)}: Expected one JSON object per line, received {shown!r} ({error.msg}"
+            f"{f' at column {error.colno}' if error.doc else ''}). {advice}".strip()
         ) from error

@@ -53,7 +53,7 @@ class TorchTrainerApi(TrainerApi):
 
     def save(self, path: str | Path) -> str:
         """Write everything needed to resume exactly to a single file, atomically."""
-        return str(self._run.save_file(Path(path)))
+        return str(self._run.save_file(Path(path).expanduser()))
 
     def eval_mode(self) -> AbstractContextManager[None]:
         """Eval mode inside this block, with the model to evaluate (the EMA, if there is one) as `task.model`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +26,7 @@ from trainformer.data.sharding import WHOLE, Shard
 from trainformer.data.source import DispatchedSource, SlicedSource
 from trainformer.data.split import split_dataset
 from trainformer.distributed import TorchProcessGroup
+from trainformer.run.torch.data_checks import check_kind
 from trainformer.run.torch.mixture import load_mixture, mixture_source
 from trainformer.run.torch.record import RecordedData
 from trainformer.run.torch.settings import RunSettings
@@ -150,9 +152,10 @@ def load(task: Any, data: Any) -> Any:
                 f"{type(task).__name__} cannot load data by path (received {str(data)!r}). Pass a Dataset or "
                 "DataLoader, or define load_data(self, path) on the task."
             )
-        return task.load_data(str(data))
+        return task.load_data(os.path.expanduser(data))
     if provides(task, "convert_data"):
         data = task.convert_data(data)
+    check_kind(data)
     if isinstance(data, (torch.Tensor, np.ndarray)):
         data = (data,)
     if isinstance(data, tuple) and data and all(isinstance(d, (torch.Tensor, np.ndarray)) for d in data):

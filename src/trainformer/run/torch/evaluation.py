@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +25,7 @@ from trainformer.data.ids import sample_ids
 from trainformer.data.labels import align_classes, is_stream
 from trainformer.data.order import seed_generators
 from trainformer.engine.evaluation import evaluate
+from trainformer.engine.metric_values import as_metrics, check_unique
 from trainformer.run.api import BatchLoader
 from trainformer.run.logging import eval_progress
 from trainformer.run.predictions import Columns, named_columns
@@ -31,6 +33,8 @@ from trainformer.run.torch.data import TrainingData, is_loader, is_open, load, l
 from trainformer.run.torch.settings import RunSettings
 from trainformer.run.validation_sets import metric_name, validation_sets
 from trainformer.tasks.base import provides
+
+logger = logging.getLogger("trainformer")
 
 #: Maps a batch to tensors with one row per sample.
 Inputs = Callable[[Any], dict[str, Tensor]]
@@ -69,11 +73,15 @@ class Inference:
                 self.backend, batches, self.backend.eval_step, self.reduces_rows, advance, process_group
             )
             if rows:
-                metrics |= {name: float(value) for name, value in (self.task.on_eval_end(rows) or {}).items()}
+                metrics |= as_metrics(self.task.on_eval_end(rows), f"{type(self.task).__name__}.on_eval_end")
             if provides(self.task, "derive_metrics"):
-                metrics |= self.task.derive_metrics(metrics)
+                derived = self.task.derive_metrics(dict(metrics))
+                metrics |= as_metrics(derived, f"{type(self.task).__name__}.derive_metrics")
+        check_unique(metrics)
         if name and not metrics:
             raise DataError(f"Expected the validation set {name!r} to have metrics, received none: it has no batches.")
+        if not metrics and most is None:
+            logger.warning("the evaluation gave no metrics: does eval_step or on_eval_end return any?")
         return {metric_name(metric, name): value for metric, value in metrics.items()}
 
     def predict(self, source: DataSource, ids: Iterator[Any]) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainformer.backends.torch import capture_random, restore_random
+from trainformer.backends.torch.coverage import unoptimized_message
 from trainformer.backends.torch.state import cloned
 from trainformer.core.errors import CheckFailed, TrainformerError
 from trainformer.core.types import DeviceBatch
@@ -102,6 +103,7 @@ def check_run(run: TorchRun, raise_on_failure: bool = True) -> CheckReport:
             if batch is not None and _training(run, dry_run, batch, report):
                 _exactness(run, dry_run, batch, report)
                 _costs(run, dry_run, batch, report)
+            _coverage(run, report)
             _evaluation(run, report)
     finally:
         restore_random(random)
@@ -328,6 +330,12 @@ def _costs(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: CheckRepo
     report.add("cost", [], text)
 
 
+def _coverage(run: TorchRun, report: CheckReport) -> None:
+    """Parameters that the loss depends on, and that no optimizer holds. Only reported if there are any."""
+    if run.backend.unoptimized:
+        report.add("optimizer", [unoptimized_message(run.backend.unoptimized)], "", "warning")
+
+
 def _evaluation(run: TorchRun, report: CheckReport) -> None:
     """One validation batch: the metrics are there, finite, and those that are monitored are among them."""
     if run.val_source is None:
@@ -391,7 +399,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 
 
 def _some(names: list[str], most: int = 6) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -62,9 +63,12 @@ class RunSettings(CommonSettings):
         self._whole("prefetch_factor", least=1, optional=True)
         self._whole("num_workers", least=0, optional=True)
         self._choice("worker_context", ("fork", "spawn", "forkserver", None))
-        self._number("lr", lambda v: v >= 0, "a number of at least 0")
-        self._number("weight_decay", lambda v: v >= 0, "a number of at least 0")
-        self._number("weight_decay_end", lambda v: v >= 0, "a number of at least 0, or None")
+        for name in ("drop_last", "channels_last", "gradient_checkpointing", "activation_offload", "dispatch_batches"):
+            self._flag(name)
+        self._flag("pin_memory", optional=True)
+        self._number("lr", lambda v: 0 <= v < math.inf, "a number of at least 0")
+        self._number("weight_decay", lambda v: 0 <= v < math.inf, "a number of at least 0")
+        self._number("weight_decay_end", lambda v: 0 <= v < math.inf, "a number of at least 0, or None")
         self._number("layer_decay", lambda v: 0 < v <= 1, "a number above 0 and up to 1, or None")
         self._number("ema", lambda v: 0 <= v < 1, "a number from 0 and below 1, or None")
         self._number("warmup_ratio", lambda v: 0 <= v <= 1, "a number from 0 to 1")

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -26,16 +27,25 @@ from trainformer.data.mixture.dataset import MixtureDataset
 from trainformer.data.mixture.stream import MixtureStream
 from trainformer.distributed import Strategy, TorchProcessGroup, make_strategy
 from trainformer.distributed.process_group import Launch
+from trainformer.run.monitoring import adapt_monitor_mode, warn_about_callbacks
 from trainformer.run.provenance import size_of
 from trainformer.run.settings import FrontOptions
 from trainformer.run.setup import RunParts, validate_settings
 from trainformer.run.torch.data import TrainingData, is_loader, load_options, load_training_data, make_source
+from trainformer.run.torch.data_checks import (
+    check_batches,
+    check_reusable,
+    describe_sample,
+    warn_about_data,
+    warn_about_ignored,
+)
 from trainformer.run.torch.evaluation import Evaluation, Inference
 from trainformer.run.torch.mixture import as_training_data
 from trainformer.run.torch.record import RecordedData
 from trainformer.run.torch.settings import RunSettings
 from trainformer.run.validation_sets import check_eval_every, default_monitor
 from trainformer.tasks.base import provides
+from trainformer.tasks.contract import check_methods, check_model, explain_missing
 from trainformer.utils.helpers import seed_everything
 
 logger = logging.getLogger("trainformer")
@@ -82,12 +92,23 @@ def build_run(
     process_group = strategy.process_group
     seed_everything(settings.seed, deterministic=False)
     check_task(task)
+    check_reusable(val_data)
     adapted = adapt_to_loader(settings, data, passed) | adapt_to_task(settings, task, passed)
+    adapted |= adapt_monitor_mode(settings, passed)
+    warn_about_ignored(settings, data, passed)
     if settings.ema is not None and not any(isinstance(callback, EMA) for callback in callbacks):
         callbacks.add(EMA(decay=settings.ema))
     with process_group.main_first():  # rank 0 reads and fills caches, the others use them
         loaded = load_training_data(task, data, val_data, val_split, settings.seed)
     is_mixture = isinstance(loaded.train, MixtureDataset | MixtureStream)
+    if not isinstance(loaded.train, RecordedData):
+        check_batches(loaded.train, "the training data")
+        for name, val in loaded.val_sets.items():
+            check_batches(val, f"the validation data {name}".rstrip())
+            warn_about_data(loaded.train, val, loaded.info)
+        if not loaded.val_sets:
+            warn_about_data(loaded.train, None, loaded.info)
+        warn_about_callbacks(callbacks, has_validation=bool(loaded.val_sets))
     if "sampler" in adapted and (is_mixture or not is_map_style(loaded.train)):
         if is_mixture and settings.sampler != "length":
             what = "the sampler %r of %s is not used: a mixture decides which samples are drawn"
@@ -99,9 +120,11 @@ def build_run(
         task.per_sample_losses = True
     declared = _declared_arguments(task)
     configure_task(task, loaded)
+    check_model(task)
     # A copy: the backend keeps the settings that it was built with.
     make_backend = backend_class(task)
     backend = make_backend(task, RunSettings(**settings.values()), strategy, provides(task, "on_eval_end"))
+    backend.describe_sample = partial(describe_sample, loaded.train)
     with process_group.main_first():
         load = load_options(settings, backend.device, process_group)
         train_source = make_source(task, loaded.train, load, train=True)
@@ -139,8 +162,9 @@ def check_task(task: Any) -> None:
     missing = [name for name in needed if not callable(getattr(task, name, None))]
     if missing or isinstance(task, type):
         what = f"the class {task.__name__}" if isinstance(task, type) else type(task).__name__
-        do = "See trainformer.tasks."
+        do = f"Write {task.__name__}(...)." if isinstance(task, type) else explain_missing(task)
         raise BadArgument(expected("a task: an object with `model`, `train_step` and `eval_step`", what, do))
+    check_methods(task)
 
 
 def backend_class(task: Any) -> type[TorchBackend]:

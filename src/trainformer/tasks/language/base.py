@@ -5,6 +5,7 @@ Checkpoints open with transformers' `from_pretrained`, or with peft if there is 
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,9 +31,12 @@ from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cro
 from trainformer.models.language import OutputStates, ensure_pad_token, load_model, load_tokenizer
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.adapter_mixin import AdapterMixin
+from trainformer.tasks.language.positions import fit_lengths
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LARGEST_EXPONENT = 700.0  # exp() overflows beyond
+
+logger = logging.getLogger("trainformer")
 
 
 @dataclass(eq=False)
@@ -97,6 +101,10 @@ class LanguageTask(AdapterMixin):
         """Resize the embeddings if the tokenizer has more tokens than the model has rows."""
         rows = model.get_input_embeddings().weight.shape[0]
         if len(self.text_tokenizer) > rows:
+            logger.warning(
+                "the tokenizer has %d tokens, the model %d embeddings: adding random ones. Do they belong together?",
+                len(self.text_tokenizer), rows,
+            )  # fmt: skip
             model.resize_token_embeddings(len(self.text_tokenizer))
 
     def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
@@ -180,6 +188,10 @@ class TextTask(LanguageTask):
         tokenizer = load_tokenizer(source)
         ensure_pad_token(tokenizer)
         return tokenizer
+
+    def configure(self, info: Any) -> None:
+        super().configure(info)
+        fit_lengths(self)
 
     def load_data(self, path: str) -> Any:
         """Load text by path or name; see `trainformer.data.text.load_text`."""

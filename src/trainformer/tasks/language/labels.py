@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -146,14 +146,21 @@ def read_labels(
     (3, 'regression')
     """
     seen = _LabelStatistics(regression=problem == "regression")
-    for value in values:
+    negative: tuple[int, Any] | None = None
+    for number, value in enumerate(values):
         seen.add(value)
+        if negative is None and isinstance(value, int | float) and value < 0:
+            negative = number, value
     problem = problem or seen.problem()
+    if negative is not None and problem == "single":
+        do = "Give every class a number from 0 on, and leave out records without a label."
+        raise DataError(f"Record {negative[0]}: {expected('labels from 0 on', negative[1], do)}")
     if problem == "regression":
         return Labels("regression", count or seen.longest or 1, None if names is None else tuple(names))
     multi_hot = problem == "multi" and seen.is_multi_hot()
     found = seen.classes()
     texts = [label for label in found if isinstance(label, str)]
+    _check_kinds(found, texts)
     if names is None and texts and not multi_hot:
         unique = sorted({str(label) for label in found}, key=_by_value)
         names = known if known is not None and set(unique) <= set(known) else unique
@@ -166,6 +173,17 @@ def read_labels(
         raise DataError(expected("labels in the training data", "none"))
     labels = Labels(problem, size, None if names is None else tuple(names), multi_hot)
     return replace(labels, counts=_class_counts(labels, seen))
+
+
+def _check_kinds(found: Collection[Any], texts: list[str]) -> None:
+    """Reject empty names, and names next to numbers: each would be a class of its own."""
+    if any(not text.strip() for text in texts):
+        raise DataError(expected("a label in every record", "an empty one", "Fill it in, or remove the record."))
+    name = next((text for text in texts if not text.strip().lstrip("-").isdecimal()), None)
+    number = next((label for label in found if not isinstance(label, str)), None)
+    if name is not None and number is not None:
+        both = f"{name!r} and {number!r}"
+        raise DataError(expected("labels of one kind", both, "Use names or integers for all."))
 
 
 def check_classes(labels: Labels, num_classes: int | None) -> None:

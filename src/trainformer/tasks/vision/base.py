@@ -338,6 +338,10 @@ class VisionTask(TaskBase):
         images, labels = split_sample(batch)
         if labels is None:
             raise DataError("Expected batches of (images, labels), received images alone. Pass data with labels.")
+        if not isinstance(labels, Tensor) or labels.ndim != 1:
+            shape = f"of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else f"as {type(labels).__name__}"
+            do = "Map names to integers, and one-hot rows with y.argmax(-1)."
+            raise DataError(expected("labels as one integer per image", f"labels {shape}", do))
         # A no-op on images that the device transform has normalised; needed in a hand-written loop.
         return self._normalize(images), labels.long()
 

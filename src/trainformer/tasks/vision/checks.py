@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +48,8 @@ def check_arguments(task: ImageClassification) -> None:
     }
     for name, (low, high) in ranges.items():
         value = getattr(task, name)
-        if value is not None and not low <= value <= high:
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if value is not None and not (is_number and low <= value <= high):
             limit = f"from {low} to {high}" if high < math.inf else f"at least {low}"
             raise BadArgument(expected(f"{name} to be {limit}", value))
     if task.freeze_backbone and task.adapter is not None:
