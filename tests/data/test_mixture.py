@@ -1,6 +1,8 @@
 """Mixtures: which sample of which source comes when, for any ranks, workers and steps; and what is refused."""
 
+import io
 import pickle
+import tarfile
 from itertools import pairwise
 
 import numpy as np
@@ -8,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from torch.utils.data import IterableDataset, TensorDataset, WeightedRandomSampler
 
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.data import Mixture, NumpySource, numpy_source
+from trainformer.data import MappedStream, Mixture, NumpySource, WebDataset, numpy_source
 from trainformer.data.loader import DatasetSource
 from trainformer.data.mixture.dataset import MixtureSource, sampler_progress
 from trainformer.data.mixture.order import MixtureSampler
@@ -270,6 +273,47 @@ def test_a_stream_resumes_by_its_state_without_reading_again():
     resumed.load_state_dict(state)
     assert rows(next(resumed.batches(0, 80, 480))) == rows(next(reading))
     assert Stateful.reads <= 2 * 6 + 2
+
+
+def tar_shards(folder, size):
+    """Images whose label is their number, in three tar files; read as in training, with random noise."""
+    folder.mkdir()
+    for shard in range(3):
+        with tarfile.open(folder / f"{shard}.tar", "w") as tar:
+            for number in range(shard, size, 3):
+                png = io.BytesIO()
+                Image.fromarray(np.full((2, 2, 3), number, np.uint8)).save(png, "png")
+                for ending, content in (("png", png.getvalue()), ("cls", str(number).encode())):
+                    member = tarfile.TarInfo(f"{number:03}.{ending}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    return lambda: MappedStream(WebDataset(folder, length=size), with_noise, shuffle=5)
+
+
+def with_noise(image):
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() + torch.rand(3, 1, 1)
+
+
+def test_tar_shards_and_images_in_memory_resume_together(tmp_path):
+    opened = tar_shards(tmp_path / "shards", 20)
+    memory = TensorDataset(torch.zeros(7, 3, 2, 2), torch.arange(100, 107))
+    make = lambda: source_of(Mixture({"tar": opened(), "memory": memory}, {"tar": 2, "memory": 1}, epoch=32))  # noqa: E731
+    found = lambda batch: (batch.data[1].tolist(), batch.data[0].sum(dim=(1, 2, 3)).tolist())  # noqa: E731
+    source, batches, states = make(), [], []
+    for epoch in range(2):
+        for batch in source.batches(epoch):
+            batches.append(found(batch))
+            states.append(source.state_dict())
+    labels = [label for batch in batches for label in batch[0] if label < 100]
+    assert sorted(labels[:20]) == sorted(labels[20:40]) == list(range(20))  # two passes
+    assert labels[:20] != labels[20:40]
+    for place in (0, 3, 5, 8):
+        resumed = make()
+        resumed.load_state_dict(states[place])
+        at = (0, place + 1, 6 * place + 6) if place < 5 else (1, place - 5, 6 * (place - 5))
+        rest = [found(batch) for batch in resumed.batches(*at)]
+        rest += [found(batch) for batch in resumed.batches(1)] if at[0] == 0 else []
+        assert rest == batches[place + 1 :]
 
 
 def test_streams_of_unknown_size_end_with_the_first_or_the_last_source():

@@ -83,15 +83,35 @@ def test_a_mean_is_attributed_where_a_step_has_one_source(tmp_path, caplog):
         assert record[name] == pytest.approx(record["train/loss"])
 
 
-def test_resuming_gives_the_same_samples_and_weights(tmp_path):
-    weights = [(0, {"few": 1, "many": 0}), (6, {"few": 0, "many": 1})]
+class Stream:
+    """The same samples, in another order in each pass, without a length or a state."""
+
+    def __init__(self, number, size):
+        self.data, self.size, self.epoch = numbered(number, size), size, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        for index in np.random.default_rng(self.epoch).permutation(self.size):
+            yield {name: values[index] for name, values in self.data.items()}
+
+
+@pytest.mark.parametrize("kind", [numbered, Stream])
+@pytest.mark.parametrize("steps", [4, 5], ids=["between epochs", "in an epoch"])
+def test_resuming_gives_the_same_samples_and_weights(tmp_path, kind, steps):
     options = {"learning_rate": 0.1, "scheduler": "constant", "max_steps": 7}
-    whole = trainer_of(SampleTrainer, mixture(weights=weights), tmp_path / "whole", **options)
-    whole.train()
-    cut = trainer_of(SampleTrainer, mixture(weights=weights), tmp_path / "run", **options | {"max_steps": 5})
-    cut.train()
-    resumed = trainer_of(SampleTrainer, mixture(weights=weights), tmp_path / "run", **options | {"resume": "auto"})
-    resumed.train()
+
+    def train(name, **changes):
+        weights = [(0, {"few": 1, "many": 0}), (6, {"few": 0, "many": 1})]
+        data = Mixture({"few": numbered(0, 5), "many": kind(1, 21)}, weights, epoch=32)
+        trainer = trainer_of(SampleTrainer, data, tmp_path / name, **options | changes)
+        trainer.train()
+        return trainer
+
+    whole = train("whole")
+    train("run", max_steps=steps)
+    resumed = train("run", resume="auto")
     states = [jax.tree.leaves(trainer.model_state.params) for trainer in (whole, resumed)]
     assert all(np.array_equal(one, other) for one, other in zip(*states, strict=True))
     last = [records(trainer)[-1] for trainer in (whole, resumed)]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import IterableDataset, TensorDataset
 
 from text_toys import chat_tokenizer, llama
@@ -168,6 +169,13 @@ def test_unreadable_samples_are_skipped(tmp_path, kind, caplog):
     assert numbers.count(0) in (48 - trainer.state.bad_samples, 48)
     with pytest.raises(OSError, match="damaged"):
         trainer_of(data, run_dir=tmp_path / "raises").fit()
+
+
+def test_losses_per_sample_survive_what_ddp_does_to_outputs():
+    loss = Loss(torch.tensor(3.0), 2, {"accuracy": (1, 2)}, per_sample=torch.tensor([1.0, 2.0]))
+    doubled = tree_map_only(torch.Tensor, lambda tensor: 2 * tensor, loss)
+    assert (type(doubled), doubled.sum.item(), doubled.weight) == (Loss, 6.0, 2)
+    assert doubled.per_sample.tolist() == [2.0, 4.0]
 
 
 def test_wrong_losses_per_sample_are_refused(tmp_path):

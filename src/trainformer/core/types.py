@@ -31,6 +31,8 @@ class Loss(_SumAndWeight):
     """
 
     per_sample: Any = None
+    # torch's pytrees take what has this method for a plain named tuple, and lose `per_sample`.
+    _asdict = None  # type: ignore[assignment]
 
     def __new__(cls, sum: Any, weight: Any, metrics: Mapping[str, Any] | None = None, per_sample: Any = None) -> Loss:
         self = super().__new__(cls, sum, weight, metrics)

@@ -15,12 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import BackwardDone, DeviceBatch, Entry, Loss, Mean, SampleSources
 from trainformer.data.sharding import slice_batch
 
 logger = logging.getLogger("trainformer")
+
+# DDP takes outputs apart and puts them together again; `per_sample` is no item of the tuple and would be lost.
+register_pytree_node(Loss, lambda loss: ([*loss, loss.per_sample], None), lambda parts, _: Loss(*parts))
 
 
 class AccumulationWindow:
