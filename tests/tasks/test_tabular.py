@@ -199,6 +199,20 @@ def test_plausible_mistakes(change, options, error, match):
         Trainer(task, change(frame()), **settings()).fit()
 
 
+def test_rows_to_predict_may_lack_the_target():
+    data = frame()
+    for task, name in ((TabularRegression(target="price"), "price"), (TabularClassification(target="sold"), "sold")):
+        trainer = Trainer(task, data, **settings()).fit()
+        wanted = [row["prediction"].item() for row in trainer.predict(data)]
+        gaps = data.assign(**{name: data[name].where(data.index > 3)})
+        for rows in (data.drop(columns=name), gaps):
+            assert [row["prediction"].item() for row in trainer.predict(rows)] == wanted
+            with pytest.raises(DataError, match="Expected rows with their target"):
+                trainer.evaluate(rows)
+        with pytest.raises(DataError, match="a missing value in row 0"):
+            Trainer(type(task)(target=name), gaps, **settings())
+
+
 def test_dates_can_be_ignored():
     data = frame().assign(day=pd.Timestamp("2024-01-01"))
     Trainer(TabularRegression(target="price", ignore=["day"]), data, val_split=0.2, **settings()).fit()

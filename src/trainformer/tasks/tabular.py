@@ -129,11 +129,8 @@ class TabularTask(TaskBase):
         """Encode the rows: numbers, category indices and, where there are any, targets."""
         table = _rows_of(dataset)
         assert self.encoder is not None
-        has_targets = all(name in table.columns for name in self._targets)
-        if train and not has_targets:
-            raise DataError(expected(f"the column {self._targets[0]!r} in {table.name}", list(table.columns)))
         tensors = [torch.from_numpy(part) for part in self.encoder.encode(table)]
-        if has_targets:
+        if train or self._has_targets(table):
             tensors.append(self._encode_targets(table))
         prepared = TensorDataset(*tensors)
         self._prepared = [*self._alive(), (table, weakref.ref(prepared))]
@@ -141,6 +138,10 @@ class TabularTask(TaskBase):
 
     def _alive(self) -> list[tuple[Table, Any]]:
         return [pair for pair in self._prepared if pair[1]() is not None]
+
+    def _has_targets(self, table: Table) -> bool:
+        """Whether each row has its target: rows to predict may lack it."""
+        raise NotImplementedError
 
     def _encode_targets(self, table: Table) -> Tensor:
         raise NotImplementedError
@@ -155,7 +156,9 @@ class TabularTask(TaskBase):
     @staticmethod
     def _target_of(batch: Any) -> Tensor:
         if len(batch) < 3:
-            raise DataError("Expected rows with their target, received rows without. Pass data with the target column.")
+            raise DataError(
+                "Expected rows with their target, received some without: the column is missing, or has missing values."
+            )
         return batch[2]
 
     # -- checks, config and state --------------------------------------------------------------------------
@@ -270,6 +273,9 @@ class TabularRegression(TabularTask):
                 raise DataError(expected(what, f"a missing value in row {missing[0]}", do))
         return np.stack(columns, axis=1)
 
+    def _has_targets(self, table: Table) -> bool:
+        return all(name in table.columns and not np.isnan(numbers_of(table, name)).any() for name in self._targets)
+
     def _encode_targets(self, table: Table) -> Tensor:
         values = torch.from_numpy(self._values(table))
         return ((values - self._mean) / self._std).float()
@@ -361,14 +367,21 @@ class TabularClassification(TabularTask):
         if not names or names[0] not in table.columns:
             return table  # rows to predict
         values = categories_of(table, names[0])
-        missing = [index for index, value in enumerate(values) if value is None]
-        if missing:
-            what = f"a class in each row of the target {names[0]!r} of {table.name}"
-            raise DataError(expected(what, f"a missing value in row {missing[0]}", f"Drop the {len(missing)} rows."))
+        if any(value is None for value in values):
+            return table
         table.classes = sorted(set(values), key=_by_number)
         place = {name: index for index, name in enumerate(table.classes)}
         table.targets = np.array([place[value] for value in values], np.int64)
         return table
+
+    def inspect_dataset(self, dataset: Any) -> None:
+        super().inspect_dataset(dataset)
+        table, name = _rows_of(dataset), self._targets[0]
+        missing = [index for index, value in enumerate(categories_of(table, name)) if value is None]
+        if missing or not hasattr(table, "targets"):
+            what = f"a class in each row of the target {name!r} of {table.name}"
+            received = f"a missing value in row {missing[0] if missing else '?'}"
+            raise DataError(expected(what, received, f"Drop the {len(missing)} rows without."))
 
     def configure(self, info: DatasetInfo) -> None:
         if info.num_classes is not None and info.num_classes < 2:
@@ -383,6 +396,9 @@ class TabularClassification(TabularTask):
     def _outputs(self, info: DatasetInfo) -> int:
         assert info.num_classes is not None
         return info.num_classes
+
+    def _has_targets(self, table: Table) -> bool:
+        return hasattr(table, "targets")
 
     def _encode_targets(self, table: Table) -> Tensor:
         return torch.from_numpy(table.targets)
