@@ -230,6 +230,11 @@ def test_coco_files(tmp_path):
         load_segmentation(str(file))
 
 
+def test_a_misspelt_sample_is_refused():
+    with pytest.raises(DataError, match="Did you mean 'shapes'"):
+        load_segmentation("shape")
+
+
 def test_compressed_run_lengths():
     """What pycocotools writes for a disc."""
     counts = "ad03Q18J4M2N2N2N2N2O0O2O00000O2O0001N1000001N101N2N2N2N2N3L6H[b0"

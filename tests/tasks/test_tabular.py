@@ -176,6 +176,7 @@ def test_arrays():
     [
         (lambda d: d, {"target": "prize"}, BadArgument, "Did you mean 'price'"),
         (lambda d: d.drop(columns="price"), {"target": None}, BadArgument, "Pass the name of the column to predict"),
+        (lambda d: d, {"target": "city"}, DataError, "Use TabularClassification"),
         (lambda d: d, {"ignore": ["sol"]}, BadArgument, "Did you mean 'sold'"),
         (lambda d: d.assign(price=d.price.where(d.index != 3)), {}, DataError, "missing value in row 3"),
         (lambda d: d.assign(x0=d.x0.where(d.index != 7, np.inf)), {}, DataError, "'inf in row 7'"),
@@ -225,6 +226,7 @@ def test_dates_can_be_ignored():
         (lambda: TabularRegression(dropout=1.0), "dropout to be"),
         (lambda: TabularRegression(ignore="id"), "ignore to be a list of columns"),
         (lambda: TabularRegression(loss="rmse"), "loss to be one of"),
+        (lambda: TabularRegression(target=1), "target to be the name of a column"),
         (lambda: TabularClassification(target=["a", "b"]), "one column"),
         (lambda: TabularClassification(class_weights="equal"), "class_weights to be"),
     ],

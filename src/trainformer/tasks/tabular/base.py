@@ -56,6 +56,10 @@ class TabularTask(TaskBase):
         for name in ("categorical", "ignore"):
             if isinstance(getattr(self, name), str):
                 raise BadArgument(expected(f"{name} to be a list of columns", getattr(self, name)))
+        names = [self.target] if isinstance(self.target, str | int) else self.target or ()
+        if not all(isinstance(name, str) for name in names):
+            do = "Pass names of columns as text."
+            raise BadArgument(expected("target to be the name of a column, or several", self.target, do))
         if not self.several_targets and self.target is not None and not isinstance(self.target, str):
             raise BadArgument(expected("target to be the name of one column", self.target))
         self._targets: list[str] = []

@@ -64,6 +64,10 @@ class TabularRegression(TabularTask):
 
     def _values(self, table: Table) -> np.ndarray:
         """The targets (rows, targets) in their units."""
+        words = [name for name in self._targets if name in table.columns and not table.is_numeric(name)]
+        if words:
+            do = "Use TabularClassification to predict a class."
+            raise DataError(expected(f"numbers in the target {words[0]!r} of {table.name}", "text", do))
         columns = [numbers_of(table, name) for name in self._targets]
         for name, values in zip(self._targets, columns, strict=True):
             missing = np.flatnonzero(np.isnan(values))
