@@ -220,12 +220,19 @@ def test_coco_files(tmp_path):
     assert (mask[6:34, 25:49] == 2).all()
     assert mask[0, 0] == 0
     assert not data.mask(1).any()
+    other = data.remap_classes(["background", "dot", "square", "line"]).mask(0)
+    assert np.array_equal(np.array([0, 3, 2])[mask], other)
     Trainer(SemanticSegmentation(Pixelwise(3), image_size=32), str(tmp_path), **settings(max_steps=1)).fit()
     broken = json.loads(file.read_text())
     broken["annotations"][0]["category_id"] = 5
     file.write_text(json.dumps(broken))
     with pytest.raises(DataError, match=r"annotation 1 of .* to have a category of the file, received 5"):
         load_segmentation(str(file))
+
+
+def test_a_misspelt_sample_is_refused():
+    with pytest.raises(DataError, match="Did you mean 'shapes'"):
+        load_segmentation("shape")
 
 
 def test_compressed_run_lengths():
@@ -315,7 +322,7 @@ def test_plausible_mistakes(options, match):
 class Small(nn.Module):
     """A few dilated convolutions at a quarter of the size."""
 
-    def __init__(self, width: int = 48) -> None:
+    def __init__(self, width: int = 32) -> None:
         super().__init__()
         layers = [nn.Conv2d(3, width, 4, stride=4), nn.BatchNorm2d(width), nn.ReLU()]
         for dilation in (1, 2, 4, 1):
@@ -328,8 +335,9 @@ class Small(nn.Module):
 
 
 def test_quality_on_the_sample():
-    """A mean IoU of 0.67 after 100 steps was seen; the background alone gives 0.21."""
-    task = SemanticSegmentation(Small(), 4, augment="flip")
-    options = settings(max_steps=100, batch_size=16, lr=5e-3, optimizer="adamw")
+    """A mean IoU of 0.5 after 70 steps was seen; the background alone gives 0.21."""
+    torch.manual_seed(0)
+    task = SemanticSegmentation(Small(), 4, augment="none")
+    options = settings(max_steps=70, batch_size=16, lr=5e-3, optimizer="adamw")
     trainer = Trainer(task, "shapes", val_data="shapes:test", **options).fit()
-    assert trainer.evaluate()["val/miou"] > 0.5
+    assert trainer.evaluate()["val/miou"] > 0.35

@@ -176,6 +176,7 @@ def test_arrays():
     [
         (lambda d: d, {"target": "prize"}, BadArgument, "Did you mean 'price'"),
         (lambda d: d.drop(columns="price"), {"target": None}, BadArgument, "Pass the name of the column to predict"),
+        (lambda d: d, {"target": "city"}, DataError, "Use TabularClassification"),
         (lambda d: d, {"ignore": ["sol"]}, BadArgument, "Did you mean 'sold'"),
         (lambda d: d.assign(price=d.price.where(d.index != 3)), {}, DataError, "missing value in row 3"),
         (lambda d: d.assign(x0=d.x0.where(d.index != 7, np.inf)), {}, DataError, "'inf in row 7'"),
@@ -199,6 +200,20 @@ def test_plausible_mistakes(change, options, error, match):
         Trainer(task, change(frame()), **settings()).fit()
 
 
+def test_rows_to_predict_may_lack_the_target():
+    data = frame()
+    for task, name in ((TabularRegression(target="price"), "price"), (TabularClassification(target="sold"), "sold")):
+        trainer = Trainer(task, data, **settings()).fit()
+        wanted = [row["prediction"].item() for row in trainer.predict(data)]
+        gaps = data.assign(**{name: data[name].where(data.index > 3)})
+        for rows in (data.drop(columns=name), gaps):
+            assert [row["prediction"].item() for row in trainer.predict(rows)] == wanted
+            with pytest.raises(DataError, match="Expected rows with their target"):
+                trainer.evaluate(rows)
+        with pytest.raises(DataError, match="a missing value in row 0"):
+            Trainer(type(task)(target=name), gaps, **settings())
+
+
 def test_dates_can_be_ignored():
     data = frame().assign(day=pd.Timestamp("2024-01-01"))
     Trainer(TabularRegression(target="price", ignore=["day"]), data, val_split=0.2, **settings()).fit()
@@ -211,6 +226,7 @@ def test_dates_can_be_ignored():
         (lambda: TabularRegression(dropout=1.0), "dropout to be"),
         (lambda: TabularRegression(ignore="id"), "ignore to be a list of columns"),
         (lambda: TabularRegression(loss="rmse"), "loss to be one of"),
+        (lambda: TabularRegression(target=1), "target to be the name of a column"),
         (lambda: TabularClassification(target=["a", "b"]), "one column"),
         (lambda: TabularClassification(class_weights="equal"), "class_weights to be"),
     ],

@@ -5,6 +5,7 @@ Reads the file once and checks it; pictures stay on disk. Segmentation and detec
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainformer.core.errors import DataError, expected
+
+_FILE_NAMES = ("*coco*", "*annotations*", "instances*", "train", "val", "test")  # of COCO files in a folder
 
 
 class CocoImage(NamedTuple):
@@ -54,6 +57,13 @@ class CocoFile:
             for image in data["images"]
         ]
 
+    def with_indices(self, index_of: Mapping[str, int]) -> CocoFile:
+        """A copy whose categories have other indices, by name."""
+        other = copy.copy(self)
+        names = dict(enumerate(self.classes))
+        other.index_of = {key: index_of[names[index]] for key, index in self.index_of.items()}
+        return other
+
     def _check_annotation(self, annotation: Mapping[str, Any], known: set[Any]) -> None:
         missing = [key for key in ("image_id", "category_id") if key not in annotation]
         name = f"annotation {annotation.get('id', '?')} of '{self.file}'"
@@ -83,7 +93,7 @@ class CocoFile:
 
 
 def find_coco(path: str | Path) -> Path | None:
-    """The COCO file that a path means: itself, or the only JSON file of a folder."""
+    """The COCO file that a path means: itself, or the only one of a folder, by its name (`instances_val.json`, ...)."""
     path = Path(path).expanduser()
     if path.suffix.lower() == ".json":
         if not path.is_file():
@@ -91,7 +101,8 @@ def find_coco(path: str | Path) -> Path | None:
         return path
     if not path.is_dir():
         return None
-    found = sorted(file for place in (path, path / "annotations") if place.is_dir() for file in place.glob("*.json"))
+    places = [place for place in (path, path / "annotations") if place.is_dir()]
+    found = sorted({file for place in places for name in _FILE_NAMES for file in place.glob(f"{name}.json")})
     if len(found) > 1:
         names = ", ".join(str(file) for file in found)
         raise DataError(expected(f"one COCO file in '{path}'", names, "Pass the one you mean."))

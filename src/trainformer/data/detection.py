@@ -6,6 +6,7 @@ evaluation knows (and ignores), `area` is the area that COCO's sizes refer to.
 
 from __future__ import annotations
 
+import copy
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -66,6 +67,13 @@ class CocoDetection(BoxedImages):
         self.classes = self.coco.classes
         self.files = [image.path for image in self.coco.images]
 
+    def remap_classes(self, classes: Sequence[str]) -> CocoDetection:
+        """The same data with labels that index another list of classes."""
+        other = copy.copy(self)
+        other.classes = list(classes)
+        other.coco = self.coco.with_indices({name: index for index, name in enumerate(classes)})
+        return other
+
     def target(self, index: int) -> Target:
         image = self.coco.images[index]
         for annotation in image.annotations:
@@ -123,7 +131,7 @@ class VocDetection(BoxedImages):
 
     def remap_classes(self, classes: Sequence[str]) -> VocDetection:
         """The same data with labels that index another list of classes."""
-        other = VocDetection(self.root, self.channels)
+        other = copy.copy(self)
         other.classes = list(classes)
         return other
 

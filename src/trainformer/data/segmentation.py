@@ -6,6 +6,7 @@ of the sample. Samples for evaluation keep their mask in its own size.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -103,6 +104,13 @@ class CocoSegmentation(MaskedImages):
         self.coco, self.channels = CocoFile(file, images), channels
         self.classes = ["background", *self.coco.classes]
         self.files = [image.path for image in self.coco.images]
+
+    def remap_classes(self, classes: Sequence[str]) -> CocoSegmentation:
+        """The same data with masks that index another list of classes."""
+        other = copy.copy(self)
+        other.classes = list(classes)
+        other.coco = self.coco.with_indices({name: index - 1 for index, name in enumerate(classes)})
+        return other
 
     def mask(self, index: int) -> np.ndarray:
         image = self.coco.images[index]

@@ -6,11 +6,12 @@ everywhere.
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 
 #: Names of the sample and the numbers of their pictures.
 SHAPES = {"shapes": range(512), "shapes:test": range(1_000_000, 1_000_128)}
@@ -70,8 +71,13 @@ def shape_pictures(name: str) -> list[Picture]:
 
 
 def is_shapes(name: Any) -> bool:
-    """Whether this is the name of the sample; write `"./shapes"` for a folder."""
-    return isinstance(name, str) and name in SHAPES
+    """Whether this is the name of the sample; write `"./shapes"` for a folder. A misspelt name is an error."""
+    if not isinstance(name, str) or name in SHAPES:
+        return isinstance(name, str)
+    hint = did_you_mean(name, SHAPES, most=1)
+    if hint and os.sep not in name and not os.path.exists(os.path.expanduser(name)):
+        raise DataError(expected("a path, or the name of the sample", name, hint))
+    return False
 
 
 def _inside(kind: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:

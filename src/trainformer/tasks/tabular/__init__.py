@@ -1,0 +1,1 @@
+"""Regression and classification of table rows."""
