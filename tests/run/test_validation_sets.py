@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from toys import MeanTask, classes, same, weights
 from trainformer import Trainer
-from trainformer.callbacks import EMA, EarlyStopping, ModelCheckpoint
+from trainformer.callbacks import EMA, EarlyStopping, ModelCheckpoint, OnlineKNN
 from trainformer.checkpoint import list_checkpoints
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.live.server import Request, apply
@@ -204,6 +204,21 @@ def test_callbacks_wait_for_the_set_that_they_monitor(tmp_path):
     assert len(list(tmp_path.glob("*.pt"))) == 3
 
 
+def test_what_other_callbacks_call_a_monitor_may_be_anything():
+    class Own:
+        monitor = "train/loss"
+
+        def on_log(self, trainer, metrics):
+            self.seen = metrics[self.monitor]
+
+    class Other(Evaluated):
+        monitor = 3
+
+    own = Own()
+    trainer(callbacks=[own, Other()]).fit()
+    assert own.seen > 0
+
+
 def test_a_plateau_follows_one_set():
     plateau = {"name": "ReduceLROnPlateau", "patience": 0, "threshold": 100.0, "threshold_mode": "abs", "factor": 0.5}
     rates = []
@@ -227,7 +242,8 @@ def test_the_average_is_compared_on_the_sets_that_were_evaluated():
         def on_validation_end(self, trainer, metrics):
             seen.append({name for name in metrics if "without" in name and "loss" in name})
 
-    trainer(eval_every={"clean": "1steps"}, epochs=1, callbacks=[EMA(compare=True), Names()]).fit()
+    stopping = EarlyStopping("val/without_ema/shifted/loss")
+    trainer(eval_every={"clean": "1steps"}, epochs=1, callbacks=[EMA(compare=True), Names(), stopping]).fit()
     assert seen[0] == {"val/without_ema/clean/loss"}
 
 
@@ -290,6 +306,9 @@ REFUSED = {
     ),
     "a scheduler of a set that is never evaluated": (
         SETS, {"scheduler": "plateau", "eval_every": {"clean": None}}, "evaluations during training",
+    ),
+    "a probe without a set": (
+        SETS, {"callbacks": [OnlineKNN()], "monitor_metric": "val/online_knn"}, "'val/clean/online_knn'",
     ),
     "the cadence of another set": (SETS, {"eval_every": {"shiftet": 1}}, "Did you mean 'shifted'"),
     "cadences without names": (CLEAN, {"eval_every": {"clean": 1}}, "Name the validation sets"),

@@ -29,16 +29,25 @@ def monitored(run: TorchRun) -> dict[str, str]:
     """The metrics that matter to the run, each with what monitors it."""
     settings = run.settings
     found = {settings.monitor_metric: "monitor_metric"} if settings.save_best else {}
-    for callback in run.callbacks:
-        if getattr(callback, "monitor", None):
-            found[callback.monitor] = type(callback).__name__
+    for callback, metric in _monitors_of_callbacks(run):
+        found[metric] = type(callback).__name__
     return found | {metric: type(one).__name__ for metric, one in run.backend.monitors(settings.monitor_metric)}
+
+
+def _monitors_of_callbacks(run: TorchRun) -> list[tuple[Any, str]]:
+    """Callbacks with the metric that each monitors. What callbacks of users call `monitor` may be something else."""
+    found = [(callback, getattr(callback, "monitor", None)) for callback in run.callbacks]
+    return [
+        (callback, name)
+        for callback, name in found
+        if isinstance(name, str) and (name.startswith("val/") or type(callback).__module__.startswith("trainformer."))
+    ]
 
 
 def callback_metrics(run: TorchRun) -> set[str]:
     """Metrics that callbacks add to evaluations, as far as they say so."""
     names = {name for callback in run.callbacks for name in getattr(callback, "metric_names", ())}
-    return names | {metric_name(name, val_set) for name in names for val_set in run.val_sets}
+    return {metric_name(name, val_set) for name in names for val_set in run.val_sets} if run.val_sets else names
 
 
 def unknown_metric(name: str, who: str, metrics: Mapping[str, Any]) -> str:
@@ -71,8 +80,8 @@ def check_monitors(run: TorchRun) -> None:
 def _warn_of_modes(run: TorchRun) -> None:
     """An accuracy that is minimised is most likely a mistake."""
     settings = run.settings
-    modes = [(callback.monitor, getattr(callback, "mode", None), type(callback).__name__)
-             for callback in run.callbacks if getattr(callback, "monitor", None)]  # fmt: skip
+    found = _monitors_of_callbacks(run)
+    modes = [(metric, getattr(callback, "mode", None), type(callback).__name__) for callback, metric in found]
     if "monitor_mode" not in run.passed:
         modes.append((settings.monitor_metric, settings.monitor_mode, "monitor_metric"))
     for metric, mode, who in modes:
