@@ -364,6 +364,24 @@ def test_what_can_be_read_only_once_is_not_read_before_training():
 
     trainer({"once": Once()}, Seeing(), monitor_metric="val/once/accuracy", monitor_mode="max").fit()
     assert seen == 2 * CLEAN[1].tolist()
+    unknown = trainer({"once": Once()}, monitor_metric="val/once/acuracy")
+    with pytest.raises(BadArgument, match="Did you mean 'val/once/accuracy'"):
+        unknown.fit()
+    assert unknown.state.step == 3  # the first evaluation
+
+
+def test_a_metric_that_is_missing_once_does_not_end_the_run():
+    class Sometimes(MeanTask):
+        evaluations = 0
+
+        def derive_metrics(self, metrics):
+            self.evaluations += 1
+            return {} if self.evaluations == 5 else {"own": metrics["loss"]}
+
+    one = trainer(task=Sometimes(), monitor_metric="val/shifted/own", epochs=4).fit()
+    assert [("val/shifted/own" in record) for record in one.state.log_history if "val/clean/loss" in record] == [
+        True, False, True, True,
+    ]  # fmt: skip
 
 
 def test_a_list_of_samples_is_one_set():

@@ -242,7 +242,7 @@ class CallbackList:
         return dispatch
 
 
-def was_left_out(trainer: TrainerLike, metric: str) -> bool:
+def was_left_out(trainer: Any, metric: str) -> bool:
     """Whether a metric belongs to a validation set that the current evaluation did not include."""
     names = [name for name in getattr(trainer, "val_sets", ()) if name not in trainer.evaluated_sets]
     own = metric.replace("val/without_ema/", "val/", 1)
