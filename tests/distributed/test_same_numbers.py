@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 RUNS = [  # run, strategy, settings
     *("mlp,ddp", "mlp,ddp,accumulation_steps=3", "llama,ddp", "llama,ddp,accumulation_steps=2", "simclr,ddp"),
     *("mlp,ddp,dispatch_batches=1", "mlp,fsdp", "llama,fsdp,accumulation_steps=2", "simclr,fsdp"),
-    *("mlp,pipeline", "llama,pipeline", "sets,ddp", "sets,fsdp"),
+    *("mlp,pipeline", "llama,pipeline", "sets,ddp", "sets,fsdp", "sets,pipeline"),
     *("mixture,ddp,accumulation_steps=2", "mixture,fsdp"),
 ]
 

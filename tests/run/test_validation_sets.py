@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from toys import MeanTask, classes, same, weights
 from trainformer import Trainer
-from trainformer.callbacks import EMA, EarlyStopping, ModelCheckpoint
+from trainformer.callbacks import EMA, EarlyStopping, ModelCheckpoint, OnlineKNN
 from trainformer.checkpoint import list_checkpoints
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.live.server import Request, apply
@@ -204,6 +204,21 @@ def test_callbacks_wait_for_the_set_that_they_monitor(tmp_path):
     assert len(list(tmp_path.glob("*.pt"))) == 3
 
 
+def test_what_other_callbacks_call_a_monitor_may_be_anything():
+    class Own:
+        monitor = "train/loss"
+
+        def on_log(self, trainer, metrics):
+            self.seen = metrics[self.monitor]
+
+    class Other(Evaluated):
+        monitor = 3
+
+    own = Own()
+    trainer(callbacks=[own, Other()]).fit()
+    assert own.seen > 0
+
+
 def test_a_plateau_follows_one_set():
     plateau = {"name": "ReduceLROnPlateau", "patience": 0, "threshold": 100.0, "threshold_mode": "abs", "factor": 0.5}
     rates = []
@@ -227,7 +242,8 @@ def test_the_average_is_compared_on_the_sets_that_were_evaluated():
         def on_validation_end(self, trainer, metrics):
             seen.append({name for name in metrics if "without" in name and "loss" in name})
 
-    trainer(eval_every={"clean": "1steps"}, epochs=1, callbacks=[EMA(compare=True), Names()]).fit()
+    stopping = EarlyStopping("val/without_ema/shifted/loss")
+    trainer(eval_every={"clean": "1steps"}, epochs=1, callbacks=[EMA(compare=True), Names(), stopping]).fit()
     assert seen[0] == {"val/without_ema/clean/loss"}
 
 
@@ -291,6 +307,9 @@ REFUSED = {
     "a scheduler of a set that is never evaluated": (
         SETS, {"scheduler": "plateau", "eval_every": {"clean": None}}, "evaluations during training",
     ),
+    "a probe without a set": (
+        SETS, {"callbacks": [OnlineKNN()], "monitor_metric": "val/online_knn"}, "'val/clean/online_knn'",
+    ),
     "the cadence of another set": (SETS, {"eval_every": {"shiftet": 1}}, "Did you mean 'shifted'"),
     "cadences without names": (CLEAN, {"eval_every": {"clean": 1}}, "Name the validation sets"),
     "an impossible cadence": (SETS, {"eval_every": {"clean": "often"}}, r"eval_every\['clean'\]"),
@@ -345,6 +364,24 @@ def test_what_can_be_read_only_once_is_not_read_before_training():
 
     trainer({"once": Once()}, Seeing(), monitor_metric="val/once/accuracy", monitor_mode="max").fit()
     assert seen == 2 * CLEAN[1].tolist()
+    unknown = trainer({"once": Once()}, monitor_metric="val/once/acuracy")
+    with pytest.raises(BadArgument, match="Did you mean 'val/once/accuracy'"):
+        unknown.fit()
+    assert unknown.state.step == 3  # the first evaluation
+
+
+def test_a_metric_that_is_missing_once_does_not_end_the_run():
+    class Sometimes(MeanTask):
+        evaluations = 0
+
+        def derive_metrics(self, metrics):
+            self.evaluations += 1
+            return {} if self.evaluations == 5 else {"own": metrics["loss"]}
+
+    one = trainer(task=Sometimes(), monitor_metric="val/shifted/own", epochs=4).fit()
+    assert [("val/shifted/own" in record) for record in one.state.log_history if "val/clean/loss" in record] == [
+        True, False, True, True,
+    ]  # fmt: skip
 
 
 def test_a_list_of_samples_is_one_set():

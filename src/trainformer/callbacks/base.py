@@ -262,10 +262,11 @@ class CallbackList:
         return dispatch
 
 
-def was_left_out(trainer: TrainerLike, metric: str) -> bool:
+def was_left_out(trainer: Any, metric: str) -> bool:
     """Whether a metric belongs to a validation set that the current evaluation did not include."""
     names = [name for name in getattr(trainer, "val_sets", ()) if name not in trainer.evaluated_sets]
-    return any(metric.startswith(f"val/{name}/") for name in names)
+    own = metric.replace("val/without_ema/", "val/", 1)
+    return any(own.startswith(f"val/{name}/") for name in names)
 
 
 def _check_hooks(callback: Any) -> None:

@@ -27,6 +27,7 @@ class EMA:
     """
 
     needs_torch = True
+    metric_names = ()  # besides val/without_ema/...
     sets_control = False  # never requests a stop, save or evaluation, so ranks need not sync requests
 
     decay: float = 0.9999

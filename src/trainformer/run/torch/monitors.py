@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from trainformer.callbacks.base import was_left_out
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.run.validation_sets import check_monitor, eval_cadences, metric_name, set_of
 
@@ -29,16 +30,25 @@ def monitored(run: TorchRun) -> dict[str, str]:
     """The metrics that matter to the run, each with what monitors it."""
     settings = run.settings
     found = {settings.monitor_metric: "monitor_metric"} if settings.save_best else {}
-    for callback in run.callbacks:
-        if getattr(callback, "monitor", None):
-            found[callback.monitor] = type(callback).__name__
+    for callback, metric in _monitors_of_callbacks(run):
+        found[metric] = type(callback).__name__
     return found | {metric: type(one).__name__ for metric, one in run.backend.monitors(settings.monitor_metric)}
+
+
+def _monitors_of_callbacks(run: TorchRun) -> list[tuple[Any, str]]:
+    """Callbacks with the metric that each monitors. What callbacks of users call `monitor` may be something else."""
+    found = [(callback, getattr(callback, "monitor", None)) for callback in run.callbacks]
+    return [
+        (callback, name)
+        for callback, name in found
+        if isinstance(name, str) and (name.startswith("val/") or type(callback).__module__.startswith("trainformer."))
+    ]
 
 
 def callback_metrics(run: TorchRun) -> set[str]:
     """Metrics that callbacks add to evaluations, as far as they say so."""
     names = {name for callback in run.callbacks for name in getattr(callback, "metric_names", ())}
-    return names | {metric_name(name, val_set) for name in names for val_set in run.val_sets}
+    return {metric_name(name, val_set) for name in names for val_set in run.val_sets} if run.val_sets else names
 
 
 def unknown_metric(name: str, who: str, metrics: Mapping[str, Any]) -> str:
@@ -71,8 +81,8 @@ def check_monitors(run: TorchRun) -> None:
 def _warn_of_modes(run: TorchRun) -> None:
     """An accuracy that is minimised is most likely a mistake."""
     settings = run.settings
-    modes = [(callback.monitor, getattr(callback, "mode", None), type(callback).__name__)
-             for callback in run.callbacks if getattr(callback, "monitor", None)]  # fmt: skip
+    found = _monitors_of_callbacks(run)
+    modes = [(metric, getattr(callback, "mode", None), type(callback).__name__) for callback, metric in found]
     if "monitor_mode" not in run.passed:
         modes.append((settings.monitor_metric, settings.monitor_mode, "monitor_metric"))
     for metric, mode, who in modes:
@@ -84,25 +94,31 @@ def _warn_of_modes(run: TorchRun) -> None:
             )
 
 
+def _required(run: TorchRun) -> dict[str, str]:
+    """The metrics that evaluations must have, as far as that can be told: those that somebody has chosen."""
+    if any(hasattr(cb, "compute_metrics") and not hasattr(cb, "metric_names") for cb in run.callbacks):
+        return {}  # callbacks may add anything
+    added, was_chosen = callback_metrics(run), "monitor_metric" in run.passed
+    return {
+        name: who
+        for name, who in monitored(run).items()
+        if name not in added and not name.startswith("val/without_ema/") and (was_chosen or who != "monitor_metric")
+    }
+
+
 def check_monitored(run: TorchRun) -> None:
     """Before the first step, reject a metric that evaluations do not have.
 
     The first validation batch tells the names. If one is missing, all of them do: names may depend on the data. With
-    several ranks or streams the first evaluation has to tell; so it does if a few samples are too few to evaluate.
+    several ranks or streams the first evaluation has to tell (`check_evaluated`); so it does if a few samples are too
+    few to evaluate.
     """
     check_monitors(run)
     _warn_of_modes(run)
-    settings = run.settings
-    wanted = monitored(run)
-    if settings.monitor_metric in wanted and "monitor_metric" not in run.passed:
-        wanted = {name: who for name, who in wanted.items() if who != "monitor_metric"}
-    adds_unknown = any(hasattr(cb, "compute_metrics") and not hasattr(cb, "metric_names") for cb in run.callbacks)
-    wanted = {name: who for name, who in wanted.items() if name not in callback_metrics(run)}
-    if not wanted or not run.val_sources or adds_unknown or run.folder is not None:
+    required = _required(run)
+    if not required or not run.val_sources or run.folder is not None or not run.process_group.is_single_process:
         return
-    if not run.process_group.is_single_process:
-        return
-    names = list(dict.fromkeys(name for metric in wanted if (name := set_of(metric, run.val_sets))))
+    names = list(dict.fromkeys(name for metric in required if (name := set_of(metric, run.val_sets))))
     if not run.can_repeat_evaluations(names):
         return
     metrics: dict[str, float] = {}
@@ -113,7 +129,20 @@ def check_monitored(run: TorchRun) -> None:
             except Exception as error:
                 logger.debug("the names of the metrics are not known before the first evaluation: %s", error)
                 return
-            missing = [(name, who) for name, who in wanted.items() if name not in metrics]
-            if not missing:
+            if all(name in metrics for name in required):
                 return
-    raise BadArgument(unknown_metric(*missing[0], metrics))
+    _reject_missing(required, metrics)
+
+
+def check_evaluated(run: TorchRun, metrics: Mapping[str, float]) -> None:
+    """After an evaluation, reject a metric that it should have had, unless an earlier one had it."""
+    missing = {name: who for name, who in _required(run).items() if name not in metrics and not was_left_out(run, name)}
+    if missing:
+        before = [record for record in run.state.log_history if "train/loss" not in record]
+        _reject_missing({n: who for n, who in missing.items() if not any(n in record for record in before)}, metrics)
+
+
+def _reject_missing(required: Mapping[str, str], metrics: Mapping[str, float]) -> None:
+    for name, who in required.items():
+        if name not in metrics:
+            raise BadArgument(unknown_metric(name, who, metrics))

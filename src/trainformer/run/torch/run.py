@@ -27,7 +27,7 @@ from trainformer.run.run import Run
 from trainformer.run.torch.dry_run import DryRun
 from trainformer.run.torch.evaluation import Inputs
 from trainformer.run.torch.exporting import Export
-from trainformer.run.torch.monitors import check_monitored, check_monitors
+from trainformer.run.torch.monitors import check_evaluated, check_monitored, check_monitors
 from trainformer.run.torch.provenance import record_config, record_derived
 from trainformer.run.torch.record import with_record
 from trainformer.run.torch.settings import RunSettings
@@ -131,6 +131,8 @@ class TorchRun(Run):
 
     def evaluate(self, names: Sequence[str] = ()) -> dict[str, float]:
         metrics = super().evaluate(names)
+        if metrics:
+            check_evaluated(self, metrics)
         self.backend.observe(metrics, self.settings.monitor_metric)
         return metrics
 
