@@ -146,8 +146,10 @@ def test_a_plain_graph_comes_with_a_description_that_suffices(moved, tmp_path):
     other = ImageClassification("test_resnet", num_classes=3, pretrained=False)
     images = torch.zeros(8, 3, 32, 32, dtype=torch.uint8)
     trainer = Trainer(other, (images, torch.arange(8) % 3), run_dir=tmp_path / "run", **USUAL)
-    with pytest.raises(BadArgument, match="a folder of its own"):
-        trainer.export(tmp_path / "other", "torchscript")
+    trainer.export(tmp_path / "other", "torchscript")  # which needs another preprocessing
+    assert json.loads((tmp_path / "preprocessing.json").read_text()) == said
+    own = json.loads((tmp_path / "other.pt.preprocessing.json").read_text())
+    assert (own["channels"], list(own["models"])) == (3, ["other.pt"])
 
 
 def test_every_command_works_without_the_training_data(moved, tmp_path, capsys):

@@ -184,9 +184,9 @@ class _GraphPreprocessing(nn.Module):
         """uint8 (N, C, H, W) to float32 (N, C, *size)."""
         height, width = pixels.shape[-2], pixels.shape[-1]
         # Tensors, not numbers: a comparison of symbolic sizes would fix them in the graph.
-        old = [torch.full((), side, dtype=torch.float64) for side in (height, width)]
+        old = [torch.full((), side, dtype=torch.float64, device=pixels.device) for side in (height, width)]
         if self.cover is None:
-            new = [torch.full((), side, dtype=torch.float64) for side in self.size]
+            new = [torch.full((), side, dtype=torch.float64, device=pixels.device) for side in self.size]
         else:
             tall, wide = self.cover
             new = [
@@ -202,9 +202,9 @@ class _GraphPreprocessing(nn.Module):
         """The matrix (kept, length) that resizes from `old` to `new` pixels and keeps those of the center."""
         scale = old / new
         first = torch.round((new - kept) / 2)  # half to even, as Python's round
-        place = torch.arange(kept, dtype=torch.float64) + first
+        place = torch.arange(kept, dtype=torch.float64, device=old.device) + first
         center = ((place + 0.5) * scale)[:, None]
-        index = torch.arange(length).double()[None]
+        index = torch.arange(length, device=old.device).double()[None]
         stretch = torch.clamp(scale, min=1.0)
         support = _SUPPORT[self.interpolation] * stretch
         low = torch.clamp(torch.floor(center - support + 0.5), min=0.0)
