@@ -115,12 +115,13 @@ def test_a_graph_with_the_preprocessing_takes_raw_jpegs(moved, tmp_path, capsys)
     assert moved.differs(trainformer.load(tmp_path / "raw")(moved.files)) < 1e-5
     scripted = trainformer.load(moved.run).export(tmp_path / "script" / "m", "torchscript", preprocess=True)
     with torch.no_grad():
-        found = torch.jit.load(scripted)(torch.from_numpy(batch))
+        found = torch.jit.load(scripted)(torch.tensor(batch))
     assert torch.allclose(found[0], moved.wanted[-1]["probabilities"], atol=1e-5)
     with pytest.raises(BadArgument, match="torch files may hold code"):
         trainformer.load(tmp_path / "script")
 
 
+@pytest.mark.parametrize("moved", [1], indirect=True)
 def test_a_plain_graph_comes_with_a_description_that_suffices(moved, tmp_path):
     model = trainformer.load(moved.run)
     path = model.export(tmp_path / "plain.onnx")
@@ -272,8 +273,10 @@ def test_what_cannot_be_predicted_from_is_said(moved, tmp_path):
         model(np.zeros((30, 30, 3)))
     with pytest.raises(DataError, match="cannot be decoded"):
         model(b"no image")
-    with pytest.raises(DataError, match=r"nowhere\.jpg"):
+    with pytest.raises(DataError, match=r"nowhere\.jpg, which does not exist"):
         model("nowhere.jpg")
+    with pytest.raises(DataError, match="an image with pixels, received 'one of 0 x 9'"):
+        model(np.zeros((0, 9, 3), np.uint8))
     with pytest.raises(DataError, match="image 1 to be a path, a PIL image"):
         model([moved.files[0], 3])
     with pytest.raises(BadArgument, match="no options of generate"):

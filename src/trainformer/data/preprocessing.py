@@ -113,9 +113,11 @@ def _pair(value: Any) -> tuple[int, int]:
 
 def fitted(image: Any, size: tuple[int, int], cover: tuple[int, int] | None, interpolation: str) -> Any:
     """A PIL image or uint8 tensor resized to cover `cover` and cropped to `size`, or stretched to `size`."""
+    height, width = (image.height, image.width) if is_pil(image) else image.shape[-2:]
+    if not height or not width:
+        raise DataError(expected("an image with pixels", f"one of {height} x {width}"))
     if cover is None:
         return resized(image, size, interpolation)
-    height, width = (image.height, image.width) if is_pil(image) else image.shape[-2:]
     tall, wide = max(cover[0], cover[1] * height // width), max(cover[1], cover[0] * width // height)
     top, left = round((tall - size[0]) / 2), round((wide - size[1]) / 2)
     image = resized(image, (tall, wide), interpolation)
