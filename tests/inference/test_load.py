@@ -168,6 +168,9 @@ def test_every_command_works_without_the_training_data(moved, tmp_path, capsys):
     assert all(torch.equal(exported[name], value) for name, value in moved.weights.items())
     assert main(["finalize", run, str(tmp_path / "final")]) == 0
     assert moved.differs(trainformer.load(tmp_path / "final").predict(moved.files)) == 0
+    assert main(["evaluate", str(tmp_path / "final"), "--data", photos]) == 0
+    assert main(["evaluate", str(tmp_path / "final")]) == 1
+    capsys.readouterr()
     alone = shutil.copytree(next((moved.run / "checkpoints").glob("step_*")), tmp_path / "alone")
     assert main(["predict", str(alone), photos]) == 0
     assert moved.differs(trainformer.load(alone).predict(moved.files)) == 0

@@ -90,7 +90,7 @@ def open_folder(
     settings: Mapping[str, Any] | None = None,
 ) -> Predictor:
     """`load` of a run, a checkpoint or a finalized folder; `settings` are those of the trainer."""
-    checkpoint = None if _is_finalized(place) else choose_checkpoint(place, which)[0]
+    checkpoint = None if is_finalized(place) else choose_checkpoint(place, which)[0]
     folder = place if checkpoint is None else checkpoint.path
     record = TaskRecord.read(folder) or _guess(folder, task)
     task = record.build(**_changes(record, folder, base)) if task is None else task
@@ -125,7 +125,7 @@ def _exported(place: Path) -> Path | None:
             do = "torch files may hold code: load them with torch, if you trust them. Export as onnx, or load the run."
             raise BadArgument(expected("an ONNX file or a folder", str(place), do))
         return place
-    if is_checkpoint(place) or _is_finalized(place) or (place / "checkpoints").is_dir():
+    if is_checkpoint(place) or is_finalized(place) or (place / "checkpoints").is_dir():
         return None
     files = [file for file in sorted(place.iterdir()) if file.suffix in _EXPORTED]
     graphs = [file for file in files if file.suffix == ".onnx"]
@@ -137,7 +137,7 @@ def _exported(place: Path) -> Path | None:
     return graphs[0] if graphs else None
 
 
-def _is_finalized(place: Path) -> bool:
+def is_finalized(place: Path) -> bool:
     """Whether a folder holds a model of its own, and is no checkpoint."""
     names = ("finalized.json", _CONFIG)
     return (
