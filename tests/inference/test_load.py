@@ -257,6 +257,7 @@ def test_a_module_or_task_of_your_own_is_passed(tmp_path):
     images = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8)
     loader = DataLoader(TensorDataset(images, torch.arange(8) % 2), batch_size=4)
     trainer = Trainer(ImageClassification(Net()), loader, run_dir=tmp_path / "net", **USUAL | {"batch_size": 4}).fit()
+    assert trainer.task.preprocessing.size == (32, 32)  # of the loader
     with pytest.raises(BadArgument, match=r"backbone \(a Net\)\. Make the task yourself"):
         trainformer.load(tmp_path / "net")
     model = trainformer.load(tmp_path / "net", task=ImageClassification(Net()))
