@@ -14,7 +14,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "trainformer.trainer": ["Trainer"],
         "trainformer.inference.loading": ["load"],
-        "trainformer.core.types": ["Loss"],
+        "trainformer.core.types": ["Loss", "OptimizerConfig"],
         "trainformer.tasks.base": ["DatasetInfo", "Task", "TaskBase"],
         "trainformer.context": ["PipelineConfig", "PipelineContext"],
         "trainformer.utils.helpers": ["seed_everything"],

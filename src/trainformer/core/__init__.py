@@ -9,7 +9,7 @@ from trainformer.core.errors import (
     TrainformerError,
 )
 from trainformer.core.optional import require
-from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, Loss, StepResult
+from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, Loss, OptimizerConfig, StepResult
 
 __all__ = [
     "BadArgument",
@@ -22,6 +22,7 @@ __all__ = [
     "Loss",
     "MissingDependency",
     "NonFiniteError",
+    "OptimizerConfig",
     "StepResult",
     "TrainformerError",
     "require",
