@@ -115,12 +115,13 @@ def test_a_graph_with_the_preprocessing_takes_raw_jpegs(moved, tmp_path, capsys)
     assert moved.differs(trainformer.load(tmp_path / "raw")(moved.files)) < 1e-5
     scripted = trainformer.load(moved.run).export(tmp_path / "script" / "m", "torchscript", preprocess=True)
     with torch.no_grad():
-        found = torch.jit.load(scripted)(torch.from_numpy(batch))
+        found = torch.jit.load(scripted)(torch.tensor(batch))
     assert torch.allclose(found[0], moved.wanted[-1]["probabilities"], atol=1e-5)
     with pytest.raises(BadArgument, match="torch files may hold code"):
         trainformer.load(tmp_path / "script")
 
 
+@pytest.mark.parametrize("moved", [1], indirect=True)
 def test_a_plain_graph_comes_with_a_description_that_suffices(moved, tmp_path):
     model = trainformer.load(moved.run)
     path = model.export(tmp_path / "plain.onnx")
@@ -146,8 +147,10 @@ def test_a_plain_graph_comes_with_a_description_that_suffices(moved, tmp_path):
     other = ImageClassification("test_resnet", num_classes=3, pretrained=False)
     images = torch.zeros(8, 3, 32, 32, dtype=torch.uint8)
     trainer = Trainer(other, (images, torch.arange(8) % 3), run_dir=tmp_path / "run", **USUAL)
-    with pytest.raises(BadArgument, match="a folder of its own"):
-        trainer.export(tmp_path / "other", "torchscript")
+    trainer.export(tmp_path / "other", "torchscript")  # which needs another preprocessing
+    assert json.loads((tmp_path / "preprocessing.json").read_text()) == said
+    own = json.loads((tmp_path / "other.pt.preprocessing.json").read_text())
+    assert (own["channels"], list(own["models"])) == (3, ["other.pt"])
 
 
 def test_every_command_works_without_the_training_data(moved, tmp_path, capsys):
@@ -165,6 +168,9 @@ def test_every_command_works_without_the_training_data(moved, tmp_path, capsys):
     assert all(torch.equal(exported[name], value) for name, value in moved.weights.items())
     assert main(["finalize", run, str(tmp_path / "final")]) == 0
     assert moved.differs(trainformer.load(tmp_path / "final").predict(moved.files)) == 0
+    assert main(["evaluate", str(tmp_path / "final"), "--data", photos]) == 0
+    assert main(["evaluate", str(tmp_path / "final")]) == 1
+    capsys.readouterr()
     alone = shutil.copytree(next((moved.run / "checkpoints").glob("step_*")), tmp_path / "alone")
     assert main(["predict", str(alone), photos]) == 0
     assert moved.differs(trainformer.load(alone).predict(moved.files)) == 0
@@ -251,6 +257,7 @@ def test_a_module_or_task_of_your_own_is_passed(tmp_path):
     images = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8)
     loader = DataLoader(TensorDataset(images, torch.arange(8) % 2), batch_size=4)
     trainer = Trainer(ImageClassification(Net()), loader, run_dir=tmp_path / "net", **USUAL | {"batch_size": 4}).fit()
+    assert trainer.task.preprocessing.size == (32, 32)  # of the loader
     with pytest.raises(BadArgument, match=r"backbone \(a Net\)\. Make the task yourself"):
         trainformer.load(tmp_path / "net")
     model = trainformer.load(tmp_path / "net", task=ImageClassification(Net()))
@@ -270,8 +277,10 @@ def test_what_cannot_be_predicted_from_is_said(moved, tmp_path):
         model(np.zeros((30, 30, 3)))
     with pytest.raises(DataError, match="cannot be decoded"):
         model(b"no image")
-    with pytest.raises(DataError, match=r"nowhere\.jpg"):
+    with pytest.raises(DataError, match=r"nowhere\.jpg, which does not exist"):
         model("nowhere.jpg")
+    with pytest.raises(DataError, match="an image with pixels, received 'one of 0 x 9'"):
+        model(np.zeros((0, 9, 3), np.uint8))
     with pytest.raises(DataError, match="image 1 to be a path, a PIL image"):
         model([moved.files[0], 3])
     with pytest.raises(BadArgument, match="no options of generate"):

@@ -91,6 +91,10 @@ def test_failures_leave_no_file_and_what_was_there(trainer):
     assert Path("out.jsonl").read_text() == "before"
     with pytest.raises(BadArgument, match=r"ends in .jsonl, .ndjson, .csv, .parquet, .pq, received 'out.xlsx'"):
         trainer.predict(classes(3), out="out.xlsx")
+    Path("folder.csv").mkdir()
+    with pytest.raises(BadArgument, match=r"a file to write, received 'the folder folder\.csv'"):
+        trainer.predict(classes(3), out="folder.csv")
+    Path("folder.csv").rmdir()
     with pytest.raises(DataError, match="nothing to write"):
         predictions.write_file([], Path("empty.jsonl"), "jsonl")
     with pytest.raises(DataError, match="the same columns"):

@@ -66,7 +66,7 @@ def _run(args: argparse.Namespace) -> None:
             return
         count = run.consume_on_main(batches, lambda found: write_file(found, args.out, args.format))
         if run.process_group.is_main:
-            note(f"wrote {count} predictions of {trained.checkpoint.path} to {args.out}")
+            note(f"wrote {count} predictions of {trained.weights} to {args.out}")
 
 
 def _generated(predictor: Predictor, data: str, max_new_tokens: int) -> Iterator[Columns]:

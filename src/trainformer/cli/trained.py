@@ -1,7 +1,7 @@
 """`trainformer evaluate`, `export` and `finalize`: use the model of a trained run.
 
-Owns which checkpoint is meant and what of it is loaded. The trainer of a run is rebuilt from its recipe. Nothing is
-written to the folder of the run.
+Owns which checkpoint is meant and what of it is loaded. The task is built from the record in the checkpoint, or from
+the recipe of the run. Nothing is written to the folder of the run.
 """
 
 from __future__ import annotations
@@ -54,8 +54,13 @@ class Trained:
     """A trainer with the weights of a checkpoint."""
 
     trainer: Trainer
-    run: Path
-    checkpoint: Checkpoint
+    run: Path  # or a folder that `finalize` made
+    checkpoint: Checkpoint | None
+
+    @property
+    def weights(self) -> Path:
+        """The folder with the weights."""
+        return self.run if self.checkpoint is None else self.checkpoint.path
 
     @property
     def predictor(self) -> Predictor:
@@ -67,12 +72,13 @@ class Trained:
     @property
     def source(self) -> dict[str, Any]:
         """Where the weights come from, for JSON output."""
-        return {"run": str(self.run), "checkpoint": str(self.checkpoint.path), "step": self.checkpoint.step}
+        step = None if self.checkpoint is None else self.checkpoint.step
+        return {"run": str(self.run), "checkpoint": str(self.weights), "step": step}
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that choose the model."""
-    run = "the folder of a run or of one of its checkpoints, or its name under runs/"
+    run = "the folder of a run or of one of its checkpoints, its name under runs/, or a finalized folder"
     parser.add_argument("run", metavar="RUN", help=run)
     which = "which checkpoint of a run (default: last)"
     parser.add_argument("--which", choices=("last", "best"), default="last", help=which)
@@ -92,14 +98,19 @@ def load_trained(args: argparse.Namespace, validates: bool = False) -> Trained:
     data of the run are.
     """
     from trainformer.distributed.process_group import Launch
-    from trainformer.inference.loading import open_folder
+    from trainformer.inference.loading import is_finalized, open_folder
     from trainformer.run.torch.record import TaskRecord
 
-    run, checkpoint = find_checkpoint(args.run, args.which)
     # A logger would open a run of its own, and there is nothing to resume.
     changes: dict[str, Any] = {"log": "none", "resume": None}
     if getattr(args, "batch_size", None) is not None:
         changes["eval_batch_size"] = args.batch_size
+    if is_finalized(Path(args.run)):
+        if validates:
+            raise DataError(f"{args.run} is no run and has no validation data. Name some: --data DATA.")
+        trainer = open_folder(Path(args.run), settings={**changes, "strategy": "auto"}).trainer
+        return Trained(trainer, Path(args.run), None)
+    run, checkpoint = find_checkpoint(args.run, args.which)
     has_recipe = (run / RECIPE).is_file()
     if not validates and not (has_recipe and Launch.find().world_size > 1):  # a recipe knows how it is distributed
         try:
@@ -200,7 +211,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     if not trained.trainer.is_main:
         return
     shown = "its validation data" if args.data is None else ", ".join(args.data)
-    lines = [f"{trained.checkpoint.path} on {shown}", *lines_of(metrics)]
+    lines = [f"{trained.weights} on {shown}", *lines_of(metrics)]
     print_result(args, {**trained.source, "data": data, "metrics": metrics}, "\n".join(lines))
 
 
@@ -242,7 +253,7 @@ def _export(args: argparse.Namespace) -> None:
         path = trained.trainer.export(out, form, args.input_shape, preprocess=args.preprocess)
     if not trained.trainer.is_main:
         return
-    text = f"{trained.checkpoint.path} was exported as {form} to {path}"
+    text = f"{trained.weights} was exported as {form} to {path}"
     print_result(args, {**trained.source, "path": path, "format": form}, text)
 
 

@@ -113,9 +113,11 @@ def _pair(value: Any) -> tuple[int, int]:
 
 def fitted(image: Any, size: tuple[int, int], cover: tuple[int, int] | None, interpolation: str) -> Any:
     """A PIL image or uint8 tensor resized to cover `cover` and cropped to `size`, or stretched to `size`."""
+    height, width = (image.height, image.width) if is_pil(image) else image.shape[-2:]
+    if not height or not width:
+        raise DataError(expected("an image with pixels", f"one of {height} x {width}"))
     if cover is None:
         return resized(image, size, interpolation)
-    height, width = (image.height, image.width) if is_pil(image) else image.shape[-2:]
     tall, wide = max(cover[0], cover[1] * height // width), max(cover[1], cover[0] * width // height)
     top, left = round((tall - size[0]) / 2), round((wide - size[1]) / 2)
     image = resized(image, (tall, wide), interpolation)
@@ -184,9 +186,9 @@ class _GraphPreprocessing(nn.Module):
         """uint8 (N, C, H, W) to float32 (N, C, *size)."""
         height, width = pixels.shape[-2], pixels.shape[-1]
         # Tensors, not numbers: a comparison of symbolic sizes would fix them in the graph.
-        old = [torch.full((), side, dtype=torch.float64) for side in (height, width)]
+        old = [torch.full((), side, dtype=torch.float64, device=pixels.device) for side in (height, width)]
         if self.cover is None:
-            new = [torch.full((), side, dtype=torch.float64) for side in self.size]
+            new = [torch.full((), side, dtype=torch.float64, device=pixels.device) for side in self.size]
         else:
             tall, wide = self.cover
             new = [
@@ -202,9 +204,9 @@ class _GraphPreprocessing(nn.Module):
         """The matrix (kept, length) that resizes from `old` to `new` pixels and keeps those of the center."""
         scale = old / new
         first = torch.round((new - kept) / 2)  # half to even, as Python's round
-        place = torch.arange(kept, dtype=torch.float64) + first
+        place = torch.arange(kept, dtype=torch.float64, device=old.device) + first
         center = ((place + 0.5) * scale)[:, None]
-        index = torch.arange(length).double()[None]
+        index = torch.arange(length, device=old.device).double()[None]
         stretch = torch.clamp(scale, min=1.0)
         support = _SUPPORT[self.interpolation] * stretch
         low = torch.clamp(torch.floor(center - support + 0.5), min=0.0)

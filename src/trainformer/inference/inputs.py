@@ -45,6 +45,8 @@ class RawImages:
             do = "Prepare it as for training: only you know how."
             raise DataError(expected("a float image as the model was trained on", type(image).__name__, do))
         if isinstance(image, str | Path):
+            if not os.path.exists(image):
+                raise DataError(expected("the path of an image", f"{image}, which does not exist"))
             return read_image(image, self.channels)
         if isinstance(image, bytes | bytearray | memoryview):
             return decode_image(bytes(image), self.channels, f"image {index}")

@@ -90,7 +90,7 @@ def open_folder(
     settings: Mapping[str, Any] | None = None,
 ) -> Predictor:
     """`load` of a run, a checkpoint or a finalized folder; `settings` are those of the trainer."""
-    checkpoint = None if _is_finalized(place) else choose_checkpoint(place, which)[0]
+    checkpoint = None if is_finalized(place) else choose_checkpoint(place, which)[0]
     folder = place if checkpoint is None else checkpoint.path
     record = TaskRecord.read(folder) or _guess(folder, task)
     task = record.build(**_changes(record, folder, base)) if task is None else task
@@ -125,7 +125,7 @@ def _exported(place: Path) -> Path | None:
             do = "torch files may hold code: load them with torch, if you trust them. Export as onnx, or load the run."
             raise BadArgument(expected("an ONNX file or a folder", str(place), do))
         return place
-    if is_checkpoint(place) or _is_finalized(place) or (place / "checkpoints").is_dir():
+    if is_checkpoint(place) or is_finalized(place) or (place / "checkpoints").is_dir():
         return None
     files = [file for file in sorted(place.iterdir()) if file.suffix in _EXPORTED]
     graphs = [file for file in files if file.suffix == ".onnx"]
@@ -137,7 +137,7 @@ def _exported(place: Path) -> Path | None:
     return graphs[0] if graphs else None
 
 
-def _is_finalized(place: Path) -> bool:
+def is_finalized(place: Path) -> bool:
     """Whether a folder holds a model of its own, and is no checkpoint."""
     names = ("finalized.json", _CONFIG)
     return (
@@ -152,7 +152,7 @@ def _guess(folder: Path, task: Any) -> TaskRecord:
     """A record for a folder that has none: of a model of transformers, or for a task that the user made."""
     if task is not None:
         return TaskRecord(type(task).__name__, type(task).__module__, {}, {}, DatasetInfo(), {}, {})
-    kind = None
+    kind, config = None, {}
     if (folder / _CONFIG).is_file() and not (folder / ADAPTER_CONFIG).is_file():
         try:
             config = decode_json((folder / _CONFIG).read_bytes())
@@ -167,7 +167,19 @@ def _guess(folder: Path, task: Any) -> TaskRecord:
             "another entry point, or by an older version. Pass the task: trainformer.load(folder, task=...)."
         )
     found: Any = find_task(_TASKS[kind])
-    return TaskRecord(found.__name__, found.__module__, {"model_name": str(folder)}, {}, DatasetInfo(), {}, {})
+    arguments = {"model_name": str(folder), "tokenizer": None, **(_classes(config) if "classification" in kind else {})}
+    return TaskRecord(found.__name__, found.__module__, arguments, {}, DatasetInfo(), {}, {})
+
+
+def _classes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The classes in the configuration of a model of transformers; without names, there are two."""
+    names = config.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
+    given = [str(name) for _, name in sorted(names.items(), key=lambda item: int(item[0]))]
+    problems = {"multi_label_classification": "multi", "regression": "regression"}
+    problem = problems.get(str(config.get("problem_type")), "regression" if len(given) == 1 else "single")
+    if str(config.get("architectures")).find("ForTokenClassification") >= 0:
+        return {"class_names": given}
+    return {"problem": problem, **({"num_classes": len(given)} if problem == "regression" else {"class_names": given})}
 
 
 def _changes(record: TaskRecord, folder: Path, base: str | Path | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from trainformer.core.optional import require
 from trainformer.data.pixels import image_tensor, with_channels
 from trainformer.data.preprocessing import ImagePreprocessing
 from trainformer.inference.inputs import RawImages, as_images
-from trainformer.run.torch.exporting import FILE
+from trainformer.run.torch.exporting import FILE, own_file
 from trainformer.utils.files import decode_json
 
 
@@ -82,7 +82,7 @@ class OnnxPredictor:
 
 def _described(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What ``preprocessing.json`` says, and what it says about this file."""
-    beside = file.parent / FILE
+    beside = own_file(file) if own_file(file).is_file() else file.parent / FILE
     if not beside.is_file():
         raise DataError(expected(f"{FILE} beside {file.name}", "none", "Trainer.export writes it."))
     try:

@@ -172,6 +172,8 @@ def _checked(batches: Iterable[Columns]) -> Iterator[Columns]:
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """A temporary name to write to; the file is renamed when it is complete. Removes what killed processes left."""
+    if path.is_dir():
+        raise BadArgument(expected("a file to write", f"the folder {path}"))
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{path.name}.*.tmp"):
         number = left.name.removesuffix(".tmp").rpartition(".")[2]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from trainformer.backends.torch.export import Signature, export_model, export_path
+from trainformer.backends.torch.export import Signature, export_model
 from trainformer.core.errors import BadArgument, expected
 from trainformer.tasks.base import provides
 from trainformer.utils.files import decode_json, write_atomically
 
 if TYPE_CHECKING:
     from trainformer.run.torch.run import TorchRun
+
+logger = logging.getLogger("trainformer")
 
 FILE = "preprocessing.json"
 _MODELS = "models"
@@ -50,8 +53,6 @@ class Export:
             do = "Pass format='onnx', 'torch.export' or 'torchscript'."
             raise BadArgument(expected("a format with a graph for preprocess=True", format, do))
         description = self._description()
-        if description is not None:
-            _check_beside(export_path(path, format), description)
         written = export_model(self.module, path, format, self.signature)
         if description is not None:
             self._write_description(written, format, description)
@@ -73,7 +74,8 @@ class Export:
         }
 
     def _write_description(self, written: Path, format: str, description: dict[str, Any]) -> None:
-        models = _models_beside(written.parent / FILE) if (written.parent / FILE).is_file() else {}
+        file = _file_for(written, description)
+        models = _models_in(file)
         signature = self.signature
         models[written.name] = {
             "format": format,
@@ -90,7 +92,7 @@ class Export:
         }
         here = {name: entry for name, entry in models.items() if (written.parent / name).is_file()}
         content = json.dumps({**description, _MODELS: here}, indent=1, ensure_ascii=False)
-        write_atomically(written.parent / FILE, content.encode())
+        write_atomically(file, content.encode())
 
 
 def _no_preprocessing(task: Any) -> str:
@@ -103,19 +105,24 @@ def _no_preprocessing(task: Any) -> str:
     )
 
 
-def _check_beside(path: Path, description: dict[str, Any]) -> None:
-    """Refuse to describe two models in one folder that need different preprocessing."""
-    file = path.parent / FILE
-    if not file.is_file():
-        return
-    others = [name for name in _models_beside(file) if name != path.name and (file.parent / name).is_file()]
+def own_file(model: Path) -> Path:
+    """The description of one model alone, in a folder with models that need another preprocessing."""
+    return model.with_name(f"{model.name}.{FILE}")
+
+
+def _file_for(model: Path, description: dict[str, Any]) -> Path:
+    """``preprocessing.json``, unless it describes another model in the folder that needs another preprocessing."""
+    file = model.parent / FILE
+    others = [name for name in _models_in(file) if name != model.name and (file.parent / name).is_file()]
     before = {name: value for name, value in _read(file).items() if name != _MODELS}
     if others and before != json.loads(json.dumps(description)):
-        do = "Export to a folder of its own."
-        raise BadArgument(expected(f"{file} to describe this model", f"that of {', '.join(others)}", do))
+        logger.warning("%s describes %s: that of %s is %s", file, others[0], model.name, own_file(model).name)
+        return own_file(model)
+    own_file(model).unlink(missing_ok=True)
+    return file
 
 
-def _models_beside(file: Path) -> dict[str, Any]:
+def _models_in(file: Path) -> dict[str, Any]:
     models = _read(file).get(_MODELS)
     return models if isinstance(models, dict) else {}
 
@@ -123,6 +130,6 @@ def _models_beside(file: Path) -> dict[str, Any]:
 def _read(file: Path) -> dict[str, Any]:
     try:
         content = decode_json(file.read_bytes())
-    except ValueError:
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

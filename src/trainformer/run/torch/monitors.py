@@ -7,7 +7,6 @@ run is built, and unknown ones before its first step.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +18,6 @@ if TYPE_CHECKING:
     from trainformer.run.torch.run import TorchRun
 
 logger = logging.getLogger("trainformer")
-
-_HIGHER_IS_BETTER = {
-    "accuracy", "acc", "top1", "top5", "f1", "auc", "auroc", "precision", "recall", "map", "iou", "miou", "bleu",
-    "rouge", "r2", "ndcg", "mrr",
-}  # fmt: skip
 
 
 def monitored(run: TorchRun) -> dict[str, str]:
@@ -78,22 +72,6 @@ def check_monitors(run: TorchRun) -> None:
             raise BadArgument(expected(what, received, "Set both to 'max' for an accuracy, to 'min' for a loss."))
 
 
-def _warn_of_modes(run: TorchRun) -> None:
-    """An accuracy that is minimised is most likely a mistake."""
-    settings = run.settings
-    found = _monitors_of_callbacks(run)
-    modes = [(metric, getattr(callback, "mode", None), type(callback).__name__) for callback, metric in found]
-    if "monitor_mode" not in run.passed:
-        modes.append((settings.monitor_metric, settings.monitor_mode, "monitor_metric"))
-    for metric, mode, who in modes:
-        words = re.split(r"[^a-z0-9]+", metric.rpartition("/")[2].lower())
-        if mode == "min" and _HIGHER_IS_BETTER.intersection(words):
-            option = "monitor_mode='max'" if who == "monitor_metric" else "mode='max'"
-            logger.warning(
-                "%s: the lowest %s counts as the best. Pass %s if it should be the highest", who, metric, option
-            )
-
-
 def _required(run: TorchRun) -> dict[str, str]:
     """The metrics that evaluations must have, as far as that can be told: those that somebody has chosen."""
     if any(hasattr(cb, "compute_metrics") and not hasattr(cb, "metric_names") for cb in run.callbacks):
@@ -114,7 +92,6 @@ def check_monitored(run: TorchRun) -> None:
     few to evaluate.
     """
     check_monitors(run)
-    _warn_of_modes(run)
     required = _required(run)
     if not required or not run.val_sources or run.folder is not None or not run.process_group.is_single_process:
         return

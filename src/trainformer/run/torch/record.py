@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from trainformer import adapters
 from trainformer.adapters.base import Adapter
 from trainformer.core.errors import BadArgument, DataError, expected
@@ -177,9 +179,12 @@ def _encoded(value: Any) -> Any:
     """An argument in JSON types; raises TypeError if it has no such form."""
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, Adapter) and dataclasses.is_dataclass(value):
-        fields = {field.name: _encoded(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
-        return {_ADAPTER: type(value).__name__, "arguments": fields}
+    if isinstance(value, np.generic):
+        return _encoded(value.item())
+    if isinstance(value, Adapter) and type(value).__name__ in _ADAPTERS:
+        fields: Any = dataclasses.fields(value)  # type: ignore[arg-type]
+        arguments = {field.name: _encoded(getattr(value, field.name)) for field in fields if field.init}
+        return {_ADAPTER: type(value).__name__, "arguments": arguments}
     if isinstance(value, tuple):
         return {_TUPLE: [_encoded(item) for item in value]}
     if isinstance(value, list):

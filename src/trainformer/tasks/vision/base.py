@@ -289,8 +289,17 @@ class VisionTask(TaskBase):
         """How to resize images like this one. The first dataset determines the input size."""
         config = self._config
         if self._size is None:
-            self._size = image_size_of(image, config, config.size, isinstance(self.backbone, nn.Module))
+            for_files = self._loader_size or config.size
+            self._size = image_size_of(image, config, for_files, isinstance(self.backbone, nn.Module))
         return replace(config, size=self._size)
+
+    @property
+    def _loader_size(self) -> tuple[int, int] | None:
+        """The size of images of a user's DataLoader, which no dataset has told."""
+        shape = self._seen_shape
+        if self._trained_on is not None or self._config.fixed_size or shape is None or len(shape) != 3:
+            return None
+        return image_hw(shape)
 
     @property
     def input_shape(self) -> tuple[int, ...] | None:
@@ -309,7 +318,7 @@ class VisionTask(TaskBase):
             return None
         config, channels = self._config, self._channels
         crops = self._trained_on != "pixels" and config.crop_mode != "squash"
-        geometry = replace(config, size=self._size or config.size)
+        geometry = replace(config, size=self._size or self._loader_size or config.size)
         mean, std = (
             values if len(values) == channels == 3 else (sum(values) / len(values),) * channels
             for values in (config.mean, config.std)
@@ -362,8 +371,8 @@ class VisionTask(TaskBase):
     def learned(self) -> dict[str, Any]:
         """The kind, size and channels of the images."""
         shape = None if self._seen_shape is None else list(self._seen_shape)
-        size = None if self._size is None else list(self._size)
-        return {"trained_on": self._trained_on, "size": size, "channels": self._channels, "shape": shape}
+        size = self._size or self._loader_size
+        return {"trained_on": self._trained_on, "size": size and list(size), "channels": self._channels, "shape": shape}
 
     def use_learned(self, learned: Mapping[str, Any]) -> None:
         self._trained_on = learned["trained_on"]
