@@ -11,6 +11,7 @@ from trainformer.data.loader import DatasetSource, stream_source
 from trainformer.data.mixture.dataset import MixtureDataset, MixtureSource, TaggedCollate, sampler_progress
 from trainformer.data.mixture.mixture import Mixture, naming
 from trainformer.data.mixture.stream import MixtureStream
+from trainformer.run.torch.data_checks import check_kind
 from trainformer.tasks.base import provides
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def as_training_data(data: Any) -> Any:
     """A mixture from a mapping of a config; several datasets without weights are refused."""
     data = Mixture.from_mapping(data)
     if type(data) is dict:
+        check_kind(data)  # columns in a dict
         names = ", ".join(map(repr, list(data)[:4]))
         do = "To train on several of them, pass Mixture({...}), with weights or without."
         raise BadArgument(expected("one dataset to train on", f"a dict with {names}", do))
