@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from trainformer.cli import app
-from trainformer.cli.output import duration
+from trainformer.cli.output import duration, print_table
+from trainformer.utils.known_messages import hide_known_messages
 
 #: Arguments with which each command fails although its usage is right.
 FAILING = {
@@ -164,6 +167,42 @@ def test_a_closed_pipe_is_no_error(words):
     text = f"{sys.executable} -m trainformer.cli {words} | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("141\n", "")
+
+
+def test_a_training_run_whose_output_is_closed_is_interrupted_quietly():
+    """`python train.py | head -1`: the next process resumes it."""
+    program = (
+        "import torch; from toys import MeanTask, classes; from trainformer import Trainer;"
+        "Trainer(MeanTask(), classes(), max_steps=500, log_every=1, run_dir='run').fit()"
+    )
+    text = f'{sys.executable} -c "{program}" | head -1; echo ${{PIPESTATUS[0]}}'
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.splitlines()[1:] == ["141"]
+    assert done.stderr == ""
+    assert json.loads(Path("run/status.json").read_text())["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("width", [40, 50, 200])
+def test_a_table_that_does_not_fit_the_terminal_is_printed_as_paragraphs(capsys, monkeypatch, width):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setenv("COLUMNS", str(width))
+    rows = [["a-rather-long-name", "ImageClassification", "finished", 12.5], ["b", None, "failed", 1]]
+    print_table({"run": "left", "task": "left", "status": "left", "step": "right"}, rows)
+    out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert all(len(line) <= width for line in out.splitlines())
+    words = out.split()
+    assert [words.count(word) for word in ("a-rather-long-name", "b")] == ([1, 1] if width == 200 else [0, 0])
+    assert ("a-rather-long-name: task ImageClassification" in " ".join(words)) == (width < 200)
+
+
+def test_known_messages_of_other_libraries_are_hidden_and_others_are_not(caplog):
+    logger = logging.getLogger("torch.utils._pytree")
+    hide_known_messages()
+    hide_known_messages()
+    logger.warning("<enum 'KernelPreference'> ... Calling register_constant() on Enum subclasses is deprecated")
+    logger.warning("something else")
+    assert caplog.messages == ["something else"]
 
 
 @pytest.mark.parametrize(

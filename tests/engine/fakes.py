@@ -70,6 +70,9 @@ class FakeBackend:
         self.windows.append([b.data for b in self._window])
         return StepResult([Entry("loss", CountingScalar(float(step)), samples, True)], 0.1, samples, 0)
 
+    def take_logged(self):
+        return []
+
     def end_step(self):
         self._window = []
 

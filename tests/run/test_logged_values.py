@@ -171,6 +171,15 @@ def test_a_recomputed_forward_pass_logs_once():
     assert len(calls) == 2
 
 
+def test_trial_steps_log_nothing():
+    plain = fitted(max_steps=3, log_every=1, val_data=None)
+    checked = Trainer(
+        LoggingTask(), classes(37), batch_size=8, max_steps=3, log="none", log_every=1, run_dir=None
+    )  # fmt: skip
+    checked.check()
+    assert records(checked.fit(), "train/first") == records(plain, "train/first")
+
+
 def test_a_discarded_step_logs_nothing():
     class Overflows(Plain):
         calls = 0

@@ -176,6 +176,7 @@ class Loop:
             self._local_tokens += result.tokens
         self._lr = result.lr
         self._metrics.extend(result.entries)
+        self._metrics.extend(backend.take_logged())
         self._request_due()
         if bus.listeners(Event.STEP_END):
             entries = result.loss or [e for e in result.entries if e.name == "loss"]

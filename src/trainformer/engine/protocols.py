@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from trainformer.core.types import DeviceBatch, EvalResult, HostBatch, StepResult
+from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, StepResult
 
 
 class Backend(Protocol):
@@ -46,6 +46,9 @@ class Backend(Protocol):
 
     def update(self, step: int) -> StepResult:
         """The optimizer step. `step` is the number of steps done before. The result is that of all updates so far."""
+
+    def take_logged(self) -> Sequence[Entry]:
+        """Values that the task logged itself in this step; called after its last update."""
 
     def end_step(self) -> None:
         """Zero the gradients."""

@@ -162,6 +162,10 @@ class JaxBackend:
             return returned[0], kept + _user_entries(changed, 1)
         return returned, entries
 
+    def take_logged(self) -> Sequence[Entry]:
+        """None: a traced step returns its metrics."""
+        return ()
+
     def end_step(self) -> None:
         self.batch = None
 

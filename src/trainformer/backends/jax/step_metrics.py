@@ -71,7 +71,7 @@ def read_scalars(scalars: Sequence[Any]) -> list[float]:
 def start_reading(scalars: Sequence[Any]) -> Callable[[], list[float] | None]:
     """Start to copy scalars to the host. The result returns their values once all are there, None until then."""
     arrays = [scalar[0] if type(scalar) is PackedScalar else scalar for scalar in scalars]
-    pending = [array for array in arrays if isinstance(array, jax.Array)]
+    pending: list[Any] = [array for array in arrays if isinstance(array, jax.Array)]
     for array in pending:
         array.copy_to_host_async()
     return lambda: read_scalars(scalars) if all(array.is_ready() for array in pending) else None

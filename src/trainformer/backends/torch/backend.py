@@ -227,6 +227,7 @@ class TorchBackend:
 
     def begin_training(self) -> None:
         """Set training mode on all modules of the task."""
+        self._logged.clear()  # of trial steps
         self._set_mode(True)
 
     def _set_mode(self, train: bool) -> None:
@@ -256,8 +257,6 @@ class TorchBackend:
                     with self._forward(piece.size):
                         output = (self._shared_step or self.task.train_step)(piece.data)
                     loss = self._window.add(output, piece)
-                    if self._logged:
-                        self._window.entries += self.take_logged()
                     if self.unoptimized is None:
                         self._find_unoptimized(loss)
                     if not self._is_single and not piece.more:
@@ -326,7 +325,9 @@ class TorchBackend:
         return stack
 
     def take_logged(self) -> list[Entry]:
-        """What was logged by `log_metric` since the last call."""
+        """What `log_metric` received in this step."""
+        if not self._logged:
+            return []
         taken = self._logged[:]
         self._logged.clear()
         return taken
