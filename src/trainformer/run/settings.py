@@ -104,7 +104,9 @@ class CommonSettings:
 
     def _flag(self, name: str, optional: bool = False) -> None:
         value = getattr(self, name)
-        if not isinstance(value, bool) and not (optional and value is None):
+        if str(getattr(value, "dtype", "")) == "bool":  # of NumPy
+            setattr(self, name, bool(value))
+        elif not isinstance(value, bool) and not (optional and value is None):
             # Every string that is not empty counts as true, also "false".
             raise BadArgument(expected(f"{name} to be True or False", value, "Pass it without quotes."))
 

@@ -68,9 +68,9 @@ class TorchBackend:
         self.guard = NonFiniteGuard(settings.nonfinite, self.device)
         # A rank that runs out of memory cannot repeat its step alone: the others are waiting in the all-reduce.
         self.splitter = MemorySplitter(settings.oom if self._is_single else "raise")
-        self._frozen_in_eval = frozen_in_eval(task)
         self.replaced = self._replace_layers()
         self._place_model()
+        self._frozen_in_eval = frozen_in_eval(task)
         optimizer = make_optimizer(settings.optimizer, task, settings.lr, settings.weight_decay, settings.layer_decay)
         if not isinstance(settings.optimizer, (str, Mapping)):
             check_optimizer(optimizer, task)
