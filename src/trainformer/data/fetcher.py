@@ -99,9 +99,9 @@ class Fetcher:
         except Exception as error:
             missing = next((place for place, sample in enumerate(samples) if sample is None), None)
             if missing is not None:  # some collate functions leave such samples out
-                other = self._no_sample()
-                other.add_note(f"(while reading sample {int(draws[missing]) % self._size})")
-                raise other from error
+                none = self._no_sample()
+                none.add_note(f"(while reading sample {int(draws[missing]) % self._size})")
+                raise none from error
             shapes = [shape_of(sample) for sample in samples]
             other = next((place for place, shape in enumerate(shapes) if shape != shapes[0]), None)
             if other is not None:

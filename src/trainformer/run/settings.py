@@ -99,7 +99,7 @@ class CommonSettings:
             return
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not fits(value):
             raise BadArgument(expected(f"{name} to be {words}", value, _as_number(value)))
-        if type(value) not in (int, float):  # of NumPy
+        if hasattr(value, "dtype"):  # of NumPy
             setattr(self, name, float(value))
 
     def _flag(self, name: str, optional: bool = False) -> None:
