@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "jax_backend"))
 from harness import complete, events_of, kill_group, kill_run
 from jax_victim import JaxCase
 from mini_victim import Case as MiniCase
-from other_victims import FSDP, HF, PackedLoRA
+from other_victims import FSDP, HF, PackedLoRA, SeveralOptimizers
 from sweep_victim import SweepCase
 from test_kills import CASES as NATIVE
 
@@ -60,6 +60,9 @@ CASES: dict[str, Any] = {
     "jax, stream": JaxCase(devices=1, data="generator", epochs=2),
     "LoRA with packing": PackedLoRA(),
     "LoRA with packing, asynchronous": PackedLoRA(save_async=True),
+    "WGAN": SeveralOptimizers(),
+    "PPO": SeveralOptimizers(example="ppo", save_async=True),
+    "distillation": SeveralOptimizers(example="distillation"),
     "FSDP, both ranks killed": FSDP(),
     "FSDP, rank 0 killed": FSDP(alone=True),
     "FSDP, rank 1 killed": FSDP(alone=True, victim=1, save_async=True),

@@ -7,9 +7,11 @@ import sys
 import pytest
 
 PUBLIC = {
-    "trainformer": "DatasetInfo Loss PipelineConfig PipelineContext Task TaskBase Trainer seed_everything",
-    "trainformer.tasks": "CLIP CausalLM DPO DatasetInfo ImageClassification Loss MaskedLM MetricLearning SSL Seq2Seq "
-    "Task TaskBase TextClassification TextEmbedding TokenClassification VLM find_task task_names",
+    "trainformer": "DatasetInfo Loss OptimizerConfig PipelineConfig PipelineContext Task TaskBase Trainer "
+    "seed_everything",
+    "trainformer.tasks": "CLIP CausalLM DPO DatasetInfo ImageClassification Loss MaskedLM MetricLearning "
+    "OptimizerConfig SSL Seq2Seq Task TaskBase TextClassification TextEmbedding TokenClassification VLM "
+    "find_task task_names",
     "trainformer.callbacks": "Callback CallbackList CollapseMonitor EMA EarlyStopping GradientMonitor ImageSamples "
     "LRFinder LRMonitor ModelCheckpoint OnlineKNN OnlineLinear ProgressBar TextSamples Throughput make_callback",
     "trainformer.losses": "ArcFaceLoss Center CosFaceLoss NTXentLoss NormFaceLoss PairLoss PreferenceRewards "

@@ -13,7 +13,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "trainformer.trainer": ["Trainer"],
-        "trainformer.core.types": ["Loss"],
+        "trainformer.core.types": ["Loss", "OptimizerConfig"],
         "trainformer.tasks.base": ["DatasetInfo", "Task", "TaskBase"],
         "trainformer.context": ["PipelineConfig", "PipelineContext"],
         "trainformer.utils.helpers": ["seed_everything"],

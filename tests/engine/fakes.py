@@ -55,6 +55,9 @@ class FakeBackend:
     def begin_training(self):
         pass
 
+    def updates(self, step, window):
+        return (None,)
+
     def accumulate(self, batch):
         self._window.append(batch)
         return True

@@ -1,4 +1,4 @@
-"""More training processes to kill: `trainformer.hf`, LoRA with packing, and FSDP on two ranks."""
+"""More processes to kill: `trainformer.hf`, LoRA with packing, several optimizers, and FSDP on two ranks."""
 
 import json
 import os
@@ -17,7 +17,9 @@ from torch.nn import functional as F
 from victim import SAMPLES, Augmented, Recorder, enter, handlers, record_samples, write_end
 
 from file_operations import PHASE, Watch, block_in_save, last_phase, mark, phase_file
+from several_optimizers import several_optimizers
 from trainformer import Trainer, hf
+from trainformer.callbacks import EMA
 from trainformer.utils.processes import is_alive
 
 
@@ -195,6 +197,49 @@ class Seen:
 
     def __init__(self):
         self.seen = []
+
+
+# -- several optimizers ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SeveralOptimizers(Victim):
+    """One of the examples: step functions with `every` (gan), yielded losses (ppo), or both models evaluated."""
+
+    example: str = "gan"
+    save_async: bool = False
+
+    def train(self):
+        task, data = several_optimizers(self.example)
+        pause = self.pause
+
+        class Marks:
+            def on_step_begin(self, trainer, step):
+                mark("step", step)
+                time.sleep(pause)
+
+        trainer = Trainer(
+            task,
+            data,
+            data,
+            callbacks=[Marks(), EMA(decay=0.9)],
+            run_dir="run",
+            epochs=3,
+            batch_size=4,
+            accumulation_steps=2,
+            lr=0.01,
+            log_every=3,
+            save_every=4,
+            save_last=2,
+            save_best=1,
+            eval_every=1,
+            monitor_metric={"gan": "val/frechet_distance", "ppo": "val/episode_length"}.get(self.example, "val/loss"),
+            save_async=self.save_async,
+            num_workers=0,
+            log="none",
+            device="cpu",
+        )
+        trainer.fit()
 
 
 # -- FSDP on two ranks -------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from harness import complete, kill_repeatedly
-from other_victims import FSDP, HF, PackedLoRA
+from other_victims import FSDP, HF, PackedLoRA, SeveralOptimizers
 from victim import Case
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -28,6 +28,9 @@ CASES = {
 OTHERS = {
     "hf": HF(),
     "LoRA with packing": PackedLoRA(),
+    "WGAN": SeveralOptimizers(),
+    "PPO": SeveralOptimizers(example="ppo", save_async=True),
+    "distillation": SeveralOptimizers(example="distillation"),
     "FSDP": FSDP(),
     "FSDP, one rank": FSDP(alone=True, victim=1, save_async=True),
 }

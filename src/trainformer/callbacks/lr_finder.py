@@ -48,6 +48,10 @@ class LRFinder:
         """Run the test, unless this run is resumed."""
         if self.suggested_lr is not None or trainer.state.step > 0:
             return
+        if hasattr(getattr(trainer, "task", None), "configure_optimizers"):
+            raise BadArgument(
+                "LRFinder varies one learning rate, but the task configures several optimizers. Leave it out."
+            )
         logger.info(
             "LRFinder: trying learning rates from %g to %g in %d steps", self.min_lr, self.max_lr, self.num_steps
         )

@@ -191,8 +191,14 @@ def _count_flops(trainer: TrainerLike) -> float | None:
     """FLOPs of a full optimizer step per sample, by torch's counter."""
     with trainer.sandbox() as probe:
         batch: Any = next(probe.batches())
-        with FlopCounterMode(display=False) as counter:
-            probe.step(batch)
+        try:
+            with FlopCounterMode(display=False) as counter:
+                probe.step(batch)
+        except RuntimeError as error:  # a backward pass inside of the step, for instance; a real error comes back later
+            logger.warning(
+                "Throughput: torch cannot count the FLOPs of this step; logging throughput without (%s)", error
+            )
+            return None
     flops = counter.get_total_flops()
     if not flops:
         logger.info("Throughput: torch counts no FLOPs for this model; logging throughput without them")

@@ -10,7 +10,7 @@ from trainformer.core.errors import (
     UnknownArgument,
 )
 from trainformer.core.optional import require
-from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, Loss, StepResult
+from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, Loss, OptimizerConfig, StepResult
 
 __all__ = [
     "BadArgument",
@@ -23,6 +23,7 @@ __all__ = [
     "Loss",
     "MissingDependency",
     "NonFiniteError",
+    "OptimizerConfig",
     "StepResult",
     "TrainformerError",
     "UnknownArgument",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 
@@ -41,6 +42,38 @@ class BackwardDone(NamedTuple):
     sum: Any
     weight: Any
     metrics: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OptimizerConfig:
+    """One of several optimizers of a task, as `configure_optimizers` declares them by name.
+
+    Fields that are None take the trainer's setting of the same name.
+
+    Args:
+        params: What it trains: a module, parameters, or param groups.
+        optimizer: A name, a mapping with a name and options, a class, or a factory of the param groups.
+        lr: The learning rate.
+        weight_decay: The weight decay of matrices; biases and norms have none.
+        scheduler: As in the trainer. It counts the updates of this optimizer.
+        gradient_clip: Maximum norm of its gradients; 0 does not clip.
+        every: Update it in every n-th step only.
+        repeat: Updates per step, all on the batch of that step.
+        step: The function of a batch that returns its loss, by default the task's method ``<name>_step``.
+
+    >>> OptimizerConfig(params=[], lr=1e-4, every=5).every
+    5
+    """
+
+    params: Any
+    optimizer: Any = None
+    lr: float | None = None
+    weight_decay: float | None = None
+    scheduler: Any = None
+    gradient_clip: float | None = None
+    every: int = 1
+    repeat: int = 1
+    step: Callable[[Any], Any] | None = None
 
 
 class Origin(NamedTuple):
@@ -116,9 +149,9 @@ class Entry(NamedTuple):
 class StepResult(NamedTuple):
     """The result of one optimizer step. Reading a scalar of `entries` or `loss` waits for the device.
 
-    `lr` is a number, a lazily computed one, or None if unknown. `entries` are to be summed over ranks; `loss` is
-    already that of all ranks. `samples` counts all ranks, `tokens` and `bad` only this one. `consumed` is how far the
-    step advanced in the order of the epoch; None if by `samples`.
+    `lr` is a number, a lazily computed one, or None if unknown; with several optimizers, a mapping from log names.
+    `entries` are to be summed over ranks; `loss` is already that of all ranks. `samples` counts all ranks, `tokens` and
+    `bad` only this one. `consumed` is how far the step advanced in the order of the epoch; None if by `samples`.
     """
 
     entries: list[Entry]

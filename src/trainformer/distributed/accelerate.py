@@ -137,7 +137,8 @@ class Accelerate(DDP):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Register the optimizer. The Accelerator's wrapper is not used: the run does what it would add."""
         if self._uses_deepspeed:
-            self._zero = self.optimizer_states = Zero(self.accelerator, StepModule(self.task), optimizer)
+            self._zero = Zero(self.accelerator, StepModule(self.task), optimizer)
+            self.optimizer_states[id(self._zero.optimizer)] = self._zero
             return self._zero.optimizer
         if self._wrapped is not None:
             self.accelerator.prepare_optimizer(optimizer, device_placement=False)

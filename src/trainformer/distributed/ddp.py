@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,12 +24,15 @@ from trainformer.core.types import SharingPattern
 from trainformer.distributed.process_group import TorchProcessGroup
 from trainformer.distributed.strategy import StepModule, Strategy
 from trainformer.distributed.sync_batchnorm import convert_sync_batchnorm
-from trainformer.utils.distributed import set_data_parallel_group
+from trainformer.utils.distributed import local_tensors, set_data_parallel_group
 
 logger = logging.getLogger("trainformer")
 
 #: Numbers that ranks sum per step: weight of the losses, their sum, and how many ranks have a request.
 STATS = 3
+
+#: Gradients are all-reduced in buckets of about this many bytes, which is also the extra memory needed.
+_BUCKET = 64 << 20
 
 #: Arguments of `DistributedDataParallel` that users cannot set.
 _RESERVED = (
@@ -108,6 +111,16 @@ class DDP(DataParallel):
         self._stats: nn.Parameter | None = None
         self._trained: dict[str, nn.Parameter] = {}
         self._unused: list[nn.Parameter] = []
+        self._reduces_in_backward = True
+
+    def use_several_optimizers(self) -> None:
+        """Gradients are averaged after the backward pass: torch's wrapper expects one of all parameters each time."""
+        if type(self) is not DDP:
+            super().use_several_optimizers()
+        if self.options:
+            what = "no options of DistributedDataParallel for a task with several optimizers, which does not use it"
+            raise BadArgument(expected(what, ", ".join(self.options)))
+        self._reduces_in_backward = False
 
     def prepare(self, task: Any, device: torch.device) -> None:
         """Move the modules to the device and wrap what is trained."""
@@ -115,6 +128,10 @@ class DDP(DataParallel):
         if self.process_group.is_single_process:
             return
         module = StepModule(task)
+        if not self._reduces_in_backward:
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor.data, src=0)
+            return
         if self._can_piggyback:
             wide = all(p.dtype == torch.float64 for p in module.parameters() if p.requires_grad)
             module.stats = nn.Parameter(torch.zeros(STATS, device=device, dtype=torch.float64 if wide else None))
@@ -151,6 +168,16 @@ class DDP(DataParallel):
     def no_sync(self) -> AbstractContextManager[Any]:
         return super().no_sync() if self._wrapped is None else self._wrapped.no_sync()
 
+    def reduce_gradients(self, parameters: list[nn.Parameter], names: Mapping[int, str]) -> None:
+        if self.process_group.is_single_process:
+            return
+        missing = [p for p in parameters if p.grad is None]
+        if missing and not self.find_unused_parameters:
+            raise _unused_parameters([names[id(p)] for p in missing], self.process_group.rank)
+        for p in missing:
+            p.grad = torch.zeros_like(p)
+        all_reduce_gradients([p.grad for p in parameters], None, self.gradient_divide_factor)
+
     def piggyback_stats(self, loss: Any, stats: Tensor) -> Any:
         """Make the numbers the gradient of a parameter that nobody trains; DDP reduces it with the others."""
         if self._stats is None:
@@ -168,13 +195,7 @@ class DDP(DataParallel):
         if any(p.grad is None for p in self._trained.values()):
             # DDP itself raises one step later, when this step has already used gradients of a single rank.
             unused = [name for name, p in self._trained.items() if p.grad is None]
-            some = ", ".join(unused[:6]) + (f" and {len(unused) - 6} more" if len(unused) > 6 else "")
-            raise BadArgument(
-                f"Expected a gradient for every trainable parameter, received none for {some} on rank "
-                f"{self.process_group.rank}: DDP cannot all-reduce unused parameters. Use them in train_step, set "
-                "requires_grad=False before creating the trainer, or pass strategy={'name': 'ddp', "
-                "'find_unused_parameters': True} if this is intended."
-            )
+            raise _unused_parameters(unused, self.process_group.rank)
         for parameter in self._unused:
             parameter.grad = None
         means, self._stats.grad = self._stats.grad, None
@@ -183,3 +204,36 @@ class DDP(DataParallel):
         sums = means.double() * self.process_group.dp_world_size
         scale = None if scaler is None else scaler._get_scale_async()
         return sums if scale is None else sums / scale
+
+
+def all_reduce_gradients(grads: Iterable[Any], group: Any, divisor: int) -> None:
+    """Replace gradients by their sums over the ranks of a group, divided by a number."""
+    for bucket in _buckets(local_tensors(list(grads))):
+        flat = torch.cat([grad.reshape(-1) for grad in bucket])
+        dist.all_reduce(flat, group=group)
+        flat /= divisor
+        pieces = flat.split([grad.numel() for grad in bucket])
+        torch._foreach_copy_(bucket, [piece.view(grad.shape) for piece, grad in zip(pieces, bucket, strict=True)])
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype in buckets. Every rank forms the same buckets from the same shapes."""
+    for dtype in sorted({t.dtype for t in tensors}, key=str):
+        bucket: list[Tensor] = []
+        for tensor in tensors:
+            if tensor.dtype != dtype:
+                continue
+            if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > _BUCKET:
+                yield bucket
+                bucket = []
+            bucket.append(tensor)
+        yield bucket
+
+
+def _unused_parameters(names: list[str], rank: int) -> BadArgument:
+    some = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    return BadArgument(
+        f"Expected a gradient for every trainable parameter, received none for {some} on rank {rank}: DDP cannot "
+        "all-reduce unused parameters. Use them in train_step, set requires_grad=False before creating the trainer, or "
+        "pass strategy={'name': 'ddp', 'find_unused_parameters': True} if this is intended."
+    )

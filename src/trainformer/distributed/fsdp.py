@@ -12,17 +12,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.distributed.ddp import all_reduce_gradients
 from trainformer.distributed.sharded_base import (
     REPLICA,
     SHARD,
     ShardedStrategy,
-    all_reduce_gradients,
     divisors,
     materialize,
 )
@@ -88,6 +88,7 @@ class FSDP(ShardedStrategy):
         self._copies: dict[int, Any] = {}
         self._unsharded: list[nn.Parameter] = []
         self._block_count = 0
+        self._is_in_forward = False
 
     # -- set-up --------------------------------------------------------------------------------------------
 
@@ -152,6 +153,7 @@ class FSDP(ShardedStrategy):
                 fully_shard(module, **options)
             else:
                 fully_shard(module, reshard_after_forward=self.reshard_after_forward, **options)
+                self._refuse_nested_backward(module)
 
     def _mixed_precision(self, root: nn.Module) -> MixedPrecisionPolicy:
         if self.param_dtype is not None and self.precision not in _POLICIES:
@@ -166,12 +168,49 @@ class FSDP(ShardedStrategy):
 
     # -- a step --------------------------------------------------------------------------------------------
 
+    def use_several_optimizers(self) -> None:
+        """The backward pass reduces all gradients; the step uses those of one optimizer and drops the others."""
+
+    def wrapped(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return function if self._root is None else lambda batch: self._enter(function, batch)
+
+    def _enter(self, function: Callable[[Any], Any], batch: Any) -> Any:
+        """Call a function of a batch inside the root's forward pass."""
+        self._is_in_forward = True
+        try:
+            # The batch is in the closure: as an argument, torch would search it for tensors to move.
+            return self._root(lambda _: function(batch), None)
+        finally:
+            self._is_in_forward = False
+
+    def _refuse_nested_backward(self, block: nn.Module) -> None:
+        """Make a backward pass through a block raise while a loss is computed (a gradient penalty).
+
+        FSDP would reduce and free the block in the middle of the step, and the gradients would be wrong.
+        """
+        state = block._get_fsdp_state()  # type: ignore[operator]
+        pre_backward = state._pre_backward
+
+        def checked(grad: Tensor) -> Tensor:
+            if self._is_in_forward:
+                raise BadArgument(
+                    "Expected no backward pass while a loss is computed, received one through a block sharded by FSDP "
+                    "(torch.autograd.grad, for a gradient penalty?). Use strategy={'name': 'fsdp', 'blocks': ()}, "
+                    "which gathers the whole model at once, or 'ddp'."
+                )
+            return pre_backward(grad)
+
+        state._pre_backward = checked
+
+    def backward_into(self, loss: Tensor, scaler: torch.amp.GradScaler | None, parameters: list[nn.Parameter]) -> None:
+        if self._root is None:
+            super().backward_into(loss, scaler, parameters)
+        else:  # sharded parameters are not leaves of the graph
+            self.backward(loss, scaler)
+
     def train_step(self) -> Callable[[Any], Any] | None:
-        root, task = self._root, self.task
-        if root is None:
-            return None
-        # The batch is in the closure: as an argument, torch would search it for tensors to move.
-        return lambda batch: root(lambda _: task.train_step(batch), None)
+        task = self.task
+        return None if self._root is None else lambda batch: self._enter(task.train_step, batch)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

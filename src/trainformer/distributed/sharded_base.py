@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,8 +34,6 @@ logger = logging.getLogger("trainformer")
 
 #: Dimensions of the device mesh: ranks that shard one model, and ranks that hold the same shard.
 REPLICA, SHARD = "replica", "shard"
-#: Gradients are all-reduced in buckets of about this many bytes, which is also the extra memory needed.
-_BUCKET = 64 << 20
 
 
 class ShardedStrategy(DataParallel):
@@ -121,7 +119,7 @@ class ShardedStrategy(DataParallel):
             for group in (*inner.param_groups, *optimizer.param_groups):
                 group["fused"] = None
             inner._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-        self.optimizer_states = NamedParameters(optimizer, named_parameters(self.task))
+        self.optimizer_states[id(optimizer)] = NamedParameters(optimizer, named_parameters(self.task))
         return optimizer
 
     def _broadcast_from_rank_0(self, parameters: Iterable[nn.Parameter], module: nn.Module) -> None:
@@ -159,6 +157,11 @@ class ShardedStrategy(DataParallel):
             dist.all_reduce(squares[0], group=self._mesh.get_group(SHARD))
         total = squares[0] if len(squares) == 1 else squares[0] + squares[1].to(squares[0].device)
         return total.sqrt().to(self._device, torch.promote_types(grads[0].dtype, torch.float32))
+
+    def full_gradient(self, parameter: Tensor) -> Tensor | None:
+        """The gradient put together from its shards."""
+        grad: Any = parameter.grad
+        return grad.full_tensor() if is_dtensor(grad) else grad
 
     def sync_found_inf(self, found_inf: Tensor) -> None:
         if self._root is not None:
@@ -241,30 +244,6 @@ def divisors(number: int) -> str:
 def is_sharded(tensor: Any) -> bool:
     """Whether this rank holds less than all of a tensor. A DTensor may also be replicated."""
     return is_dtensor(tensor) and any(not placement.is_replicate() for placement in tensor.placements)
-
-
-def all_reduce_gradients(grads: Iterable[Any], group: Any, divisor: int) -> None:
-    """Replace gradients by their sums over the ranks of a group, divided by a number."""
-    for bucket in _buckets(local_tensors(list(grads))):
-        flat = torch.cat([grad.reshape(-1) for grad in bucket])
-        dist.all_reduce(flat, group=group)
-        flat /= divisor
-        pieces = flat.split([grad.numel() for grad in bucket])
-        torch._foreach_copy_(bucket, [piece.view(grad.shape) for piece, grad in zip(pieces, bucket, strict=True)])
-
-
-def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype in buckets. Every rank forms the same buckets from the same shapes."""
-    for dtype in sorted({t.dtype for t in tensors}, key=str):
-        bucket: list[Tensor] = []
-        for tensor in tensors:
-            if tensor.dtype != dtype:
-                continue
-            if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > _BUCKET:
-                yield bucket
-                bucket = []
-            bucket.append(tensor)
-        yield bucket
 
 
 def materialize(root: nn.Module, device: torch.device) -> None:

@@ -9,7 +9,7 @@ remains the plain model: wrappers such as DDP live in the strategy, so nobody ha
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,7 +20,7 @@ from trainformer.backends.torch import gradients
 from trainformer.backends.torch.optimizers import modules_of, named_parameters
 from trainformer.backends.torch.placement import resolve_device
 from trainformer.backends.torch.state import check_fits, cloned
-from trainformer.core.errors import DataError
+from trainformer.core.errors import BadArgument, DataError
 from trainformer.core.types import SharingPattern
 from trainformer.distributed.optimizer_state import unsharded_optimizer_state
 from trainformer.distributed.process_group import TorchProcessGroup
@@ -35,12 +35,13 @@ class Strategy:
     sharing = SharingPattern.GLOBAL
     #: Whether each rank holds and writes its own shard of them (checkpoint format "sharded").
     shards_state = False
-    #: Saves and loads the optimizer state of all ranks, if one rank holds a part of it only; see `NamedParameters`.
-    optimizer_states: Any = None
 
     def __init__(self) -> None:
         self.process_group = TorchProcessGroup()
         self.task: Any = None
+        #: By id of an optimizer: saves and loads its state on all ranks, if one rank holds a part of it only; see
+        #: `NamedParameters`.
+        self.optimizer_states: dict[int, Any] = {}
         self.reference = 1.0  # each rank divides loss sums by this before the backward pass; set by the backend
         self.precision = "no"  # no, bf16, fp16 or fp8; set by the backend
 
@@ -79,6 +80,29 @@ class Strategy:
         return self.name
 
     # -- a step --------------------------------------------------------------------------------------------
+
+    def use_several_optimizers(self) -> None:
+        """Prepare for a task that updates several optimizers per step, each with a part of the parameters.
+
+        Called before `prepare`. Such a run calls `wrapped` and `backward_into`, and `reduce_gradients` before each
+        update, instead of `train_step` and `backward`. Strategies that cannot do that raise.
+        """
+        if type(self) is not Strategy:
+            raise BadArgument(
+                f"Expected strategy to be 'single', 'ddp' or 'fsdp' for a task with several optimizers, received "
+                f"{self.name!r}."
+            )
+
+    def wrapped(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A function of a batch inside the wrapper that gathers parameters."""
+        return function
+
+    def backward_into(self, loss: Tensor, scaler: torch.amp.GradScaler | None, parameters: list[nn.Parameter]) -> None:
+        """Compute the gradients of some parameters only."""
+        (loss if scaler is None else scaler.scale(loss)).backward(inputs=parameters)
+
+    def reduce_gradients(self, parameters: list[nn.Parameter], names: Mapping[int, str]) -> None:
+        """Average gradients over ranks, if the backward pass has not done that."""
 
     def train_step(self) -> Callable[[Any], Any] | None:
         """The task's `train_step` inside the wrapper that reduces gradients; None to call the task directly."""
@@ -137,21 +161,24 @@ class Strategy:
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer state as this rank writes it."""
-        return optimizer.state_dict() if self.optimizer_states is None else self.optimizer_states.state_of(optimizer)
+        states = self.optimizer_states.get(id(optimizer))
+        return optimizer.state_dict() if states is None else states.state_of(optimizer)
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
         """Load a copy of an optimizer state: torch keeps the tensors it is given and updates them in place."""
-        if self.optimizer_states is None:
+        states = self.optimizer_states.get(id(optimizer))
+        if states is None:
             optimizer.load_state_dict(cloned(unsharded_optimizer_state(state)))
         else:
-            self.optimizer_states.load(optimizer, state)
+            states.load(optimizer, state)
 
     def check_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
         """Raise if an optimizer state does not fit."""
-        if self.optimizer_states is None:
+        states = self.optimizer_states.get(id(optimizer))
+        if states is None:
             check_groups(optimizer.param_groups, state)
         else:
-            self.optimizer_states.check(state)
+            states.check(state)
 
     def copy_model(self) -> nn.Module:
         """A second model with the same weights, in fp32 or wider; for weight averaging (EMA)."""

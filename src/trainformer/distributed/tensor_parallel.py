@@ -26,12 +26,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from trainformer.backends.torch.optimizers import named_parameters
 from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.distributed.ddp import all_reduce_gradients
 from trainformer.distributed.process_group import Subgroup
 from trainformer.distributed.sharded_base import (
     REPLICA,
     SHARD,
     ShardedStrategy,
-    all_reduce_gradients,
     divisors,
     is_sharded,
     materialize,

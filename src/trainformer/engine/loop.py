@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -139,24 +139,25 @@ class Loop:
         if bus.listeners(Event.STEP_BEGIN):
             bus.emit(Event.STEP_BEGIN, step)
 
-        complete = False
-        while not complete:  # the backend may ask to repeat the step: non-finite gradients, or out of memory
-            batches = 0
-            for batch in window:
-                if not backend.accumulate(batch):
-                    break
-                batches += 1
-                if bus.listeners(Event.SUBSTEP_END):
-                    bus.emit(Event.SUBSTEP_END, step)
-            else:
-                complete = backend.finish()
+        for _ in backend.updates(step, window):  # usually one; with several optimizers, one for each that is due
+            complete = False
+            while not complete:  # the backend may ask to repeat it: non-finite gradients, or out of memory
+                batches = 0
+                for batch in window:
+                    if not backend.accumulate(batch):
+                        break
+                    batches += 1
+                    if bus.listeners(Event.SUBSTEP_END):
+                        bus.emit(Event.SUBSTEP_END, step)
+                else:
+                    complete = backend.finish()
 
-        if bus.listeners(Event.BEFORE_OPTIMIZER_STEP):
-            bus.emit(Event.BEFORE_OPTIMIZER_STEP, step)
-        result = backend.update(step)
-        if bus.listeners(Event.AFTER_OPTIMIZER_STEP):
-            bus.emit(Event.AFTER_OPTIMIZER_STEP, step)
-        backend.end_step()
+            if bus.listeners(Event.BEFORE_OPTIMIZER_STEP):
+                bus.emit(Event.BEFORE_OPTIMIZER_STEP, step)
+            result = backend.update(step)
+            if bus.listeners(Event.AFTER_OPTIMIZER_STEP):
+                bus.emit(Event.AFTER_OPTIMIZER_STEP, step)
+            backend.end_step()
 
         state.step = step = step + 1
         state.batch += batches
@@ -269,8 +270,8 @@ class Loop:
         counts = self.backend.verify(state.step)
         self._reduce_counters()
         metrics = {f"train/{name}": value for name, value in (self._drain() | counts).items()}
-        if self._lr is not None:
-            metrics["train/lr"] = float(self._lr)
+        rates = self._lr if isinstance(self._lr, Mapping) else {"lr": self._lr}
+        metrics |= {f"train/{name}": float(lr) for name, lr in rates.items() if lr is not None}
         metrics["train/epoch"] = self._progress()
         if state.bad_samples:
             metrics["train/bad_samples"] = state.bad_samples

@@ -9,7 +9,7 @@ from trainformer.core.types import DeviceBatch, EvalResult, HostBatch, StepResul
 
 
 class Backend(Protocol):
-    """The framework. One optimizer step is: `accumulate` per micro-batch, `finish`, `update`, `end_step`."""
+    """The framework. One update of an optimizer is: `accumulate` per micro-batch, `finish`, `update`, `end_step`."""
 
     @property
     def may_repeat(self) -> bool:
@@ -35,6 +35,9 @@ class Backend(Protocol):
     def begin_training(self) -> None:
         """Put the model into training mode; called before each epoch and after each evaluation."""
 
+    def updates(self, step: int, window: Iterable[DeviceBatch]) -> Iterable[Any]:
+        """The updates of a step over a window of micro-batches: one, or one for each of several optimizers."""
+
     def accumulate(self, batch: DeviceBatch) -> bool:
         """Forward and backward of one micro-batch; gradients accumulate. False: dropped, restart the step."""
 
@@ -42,7 +45,7 @@ class Backend(Protocol):
         """Divide gradients by the total weight and clip. False: gradients were dropped, repeat the step."""
 
     def update(self, step: int) -> StepResult:
-        """The optimizer step. `step` is the number of steps done before."""
+        """The optimizer step. `step` is the number of steps done before. The result is that of all updates so far."""
 
     def end_step(self) -> None:
         """Zero the gradients."""

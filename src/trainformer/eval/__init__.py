@@ -32,6 +32,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "negative_log_likelihood",
             "reliability",
         ],
+        "trainformer.eval.frechet": ["frechet_distance"],
         "trainformer.eval.probe": ["ProbeResult", "label_subset", "linear_probe"],
         "trainformer.eval.generation": [
             "bigram_perplexity",

@@ -146,6 +146,10 @@ class ControlServer:
         server = await start(self._handle_client, sock=self._listener, limit=MAX_BYTES)
         await self._stopping.wait()
         server.close()
+        for _ in range(3):
+            # Connections accepted just now get to `_handle_client`, which closes them. Cancelled before that, asyncio
+            # of Python 3.11 would log a traceback.
+            await asyncio.sleep(0)
         if self._clients:
             await asyncio.wait(list(self._clients), timeout=READ_SECONDS)
         late = asyncio.all_tasks() - {asyncio.current_task()}

@@ -88,7 +88,7 @@ class TrainerApi:
 
     @property
     def active_optimizer(self) -> Any:
-        """The optimizer in use; the field `optimizer` is what was configured."""
+        """The optimizer in use; the field `optimizer` is what was configured. Of several, the one updated last."""
         backend: Any = self._run.backend
         return backend.optimizer
 

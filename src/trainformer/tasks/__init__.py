@@ -12,7 +12,7 @@ from trainformer.core.plugins import load_plugin, plugin_names
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "trainformer.tasks.base": ["DatasetInfo", "Loss", "Task", "TaskBase"],
+        "trainformer.tasks.base": ["DatasetInfo", "Loss", "OptimizerConfig", "Task", "TaskBase"],
         "trainformer.tasks.language.causal_lm": ["CausalLM"],
         "trainformer.tasks.language.dpo": ["DPO"],
         "trainformer.tasks.language.embedding": ["TextEmbedding"],
@@ -27,7 +27,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.tasks.vision.ssl.task": ["SSL"],
     },
 )
-_BUILT_IN = sorted(set(__all__) - {"DatasetInfo", "Loss", "Task", "TaskBase"})
+_BUILT_IN = sorted(set(__all__) - {"DatasetInfo", "Loss", "OptimizerConfig", "Task", "TaskBase"})
 __all__ = [*__all__, "find_task", "task_names"]
 
 

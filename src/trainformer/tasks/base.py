@@ -10,14 +10,14 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from trainformer.core import Loss
+from trainformer.core import Loss, OptimizerConfig
 from trainformer.data.metadata import DatasetInfo
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import Dataset
 
-__all__ = ["DatasetInfo", "Loss", "Task", "TaskBase", "provides"]
+__all__ = ["DatasetInfo", "Loss", "OptimizerConfig", "Task", "TaskBase", "provides"]
 
 
 @runtime_checkable
@@ -46,6 +46,7 @@ class TaskBase:
 
     Some optional members have no default here, because their presence changes what the trainer does:
     ``predict_step(batch)`` returns rows for `Trainer.predict` (otherwise `eval_step` is used),
+    ``configure_optimizers()`` declares several named optimizers (see docs/several-optimizers.md),
     ``set_train_mode(train)`` replaces ``model.train(train)``, and the class attribute ``open_set = True`` allows
     validation classes that do not occur in training.
 

@@ -86,6 +86,10 @@ class JaxBackend:
     def begin_window(self, batches: Sequence[Any]) -> None:
         """Not called: a batch holds a whole step."""
 
+    def updates(self, step: int, window: Iterable[DeviceBatch]) -> Iterable[Any]:
+        """One update: optax combines several optimizers into one (`optax.partition`)."""
+        return (None,)
+
     def begin_training(self) -> None:
         """Nothing to do: a pure function has no training mode."""
 

@@ -46,10 +46,7 @@ class AccumulationWindow:
 
     def add(self, output: Any, batch: DeviceBatch) -> Tensor | None:
         """Record what `train_step` returned; returns the loss to call backward on, if there is one."""
-        self.samples += batch.size
-        self.tokens += batch.tokens
-        self.bad += batch.bad
-        self.consumed += batch.size + batch.bad if batch.consumed is None else batch.consumed
+        self.count(batch)
         if not isinstance(output, Tensor) or batch.global_size is None or self.global_samples is None:
             self.global_samples = None
         else:
@@ -72,6 +69,13 @@ class AccumulationWindow:
                 "train_step to return a scalar tensor or Loss(sum, weight)", type(output).__name__, _advice(output)
             )
         )
+
+    def count(self, batch: DeviceBatch) -> None:
+        """Count the samples and tokens of a batch."""
+        self.samples += batch.size
+        self.tokens += batch.tokens
+        self.bad += batch.bad
+        self.consumed += batch.size + batch.bad if batch.consumed is None else batch.consumed
 
     def _add_weighted(self, output: Loss | Mean | BackwardDone) -> Tensor | None:
         if isinstance(output, Mean) and output.value is None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from trainformer.backends.torch import gradients, memory, quantize
 from trainformer.backends.torch.accumulation import AccumulationWindow, MemorySplitter
+from trainformer.backends.torch.active_optimizer import ActiveOptimizer
 from trainformer.backends.torch.coverage import check_optimizer, unoptimized, unoptimized_message
 from trainformer.backends.torch.eval_outputs import metrics_by_name
 from trainformer.backends.torch.hints import explain
@@ -31,7 +32,7 @@ from trainformer.backends.torch.modes import frozen_in_eval
 from trainformer.backends.torch.nonfinite import NonFiniteGuard, RunningStatistics
 from trainformer.backends.torch.optimizers import make_optimizer, modules_of, named_parameters
 from trainformer.backends.torch.placement import Feeder, RequestFlag
-from trainformer.backends.torch.schedules import DecaySchedule, Schedule, make_schedule
+from trainformer.backends.torch.schedules import Schedule
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, Mean, StepResult
 from trainformer.engine.metrics import weighted_means
@@ -39,6 +40,7 @@ from trainformer.utils.distributed import padding
 
 logger = logging.getLogger("trainformer")
 
+_ONE_UPDATE = (None,)
 _OUT_OF_MEMORY = (
     "One rank ran out of memory; with several ranks a step cannot be repeated in smaller pieces. Raise "
     "accumulation_steps and lower batch_size, or use gradient_checkpointing=True or strategy='fsdp'."
@@ -71,24 +73,16 @@ class TorchBackend:
         self.replaced = self._replace_layers()
         self._place_model()
         self._frozen_in_eval = frozen_in_eval(task)
-        optimizer = make_optimizer(settings.optimizer, task, settings.lr, settings.weight_decay, settings.layer_decay)
-        if not isinstance(settings.optimizer, (str, Mapping)):
-            check_optimizer(optimizer, task)
-        self.optimizer = self.strategy.prepare_optimizer(optimizer)
-        if self.precision.scaler is not None and any(p.dtype == torch.float16 for p in named_parameters(task).values()):
+        named = named_parameters(task)
+        self.names = {id(p): name for name, p in named.items()}
+        self.parameters = list(named.values())
+        self.optimizers = self._make_optimizers()
+        self.active = next(iter(self.optimizers.values()))
+        if self.precision.scaler is not None and any(p.dtype == torch.float16 for p in named.values()):
             raise BadArgument(
                 "Expected parameters in fp32 for precision='fp16', whose scaled gradients need the range, received "
                 "some in fp16. Load the model in fp32 or bf16, or pass precision='no'."
             )
-        self.names = {id(p): name for name, p in named_parameters(task).items()}
-        # Trainable parameters outside a user's optimizer would accumulate gradients: those are dropped too.
-        optimized = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
-        self.parameters = list(({id(p): p for p in named_parameters(task).values()} | optimized).values())
-        self.schedule = Schedule(self.optimizer, lambda step: 1.0)
-        end = settings.weight_decay_end
-        self._decay = None if end is None else DecaySchedule(self.optimizer, end)
-        self._scheduled_for: int | None = None
-        self._total_steps = 0
         self.feeder = Feeder(self.device, settings.channels_last)
         self._transforms: dict[bool, nn.Module | None] = {}
         self._forget = getattr(task, "on_step_skipped", None)
@@ -105,10 +99,6 @@ class TorchBackend:
         self.has_request: Callable[[], bool] = lambda: False  # whether this rank has a request for all ranks
         self.describe_sample: Callable[[int], str] = lambda index: f"sample {index}"
         self._reduces_rows = reduces_rows
-        # Fused optimizers skip an update themselves if `found_inf` is 1; for others the host has to check.
-        reads_found_inf = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        self._skips_on_device = reads_found_inf and not self.guard.on_host
-        self._uniform = gradients.are_uniform(self.parameters)
         # With "raise" the run ends anyway; saving a hundred small tensors in every step would cost time.
         keeps_running = self.guard.policy != "raise"
         self._statistics = RunningStatistics(modules_of(task).values()) if keeps_running else None
@@ -143,22 +133,42 @@ class TorchBackend:
             return f"quantization-aware training for {recipe.name}: {quantize.prepare_qat(model, recipe)}"
         return ""
 
+    def _make_optimizers(self) -> dict[str, ActiveOptimizer]:
+        settings = self.settings
+        given = settings.optimizer
+        made = make_optimizer(given, self.task, settings.lr, settings.weight_decay, settings.layer_decay)
+        if not isinstance(given, (str, Mapping)):
+            check_optimizer(made, self.task)
+        optimizer = self.strategy.prepare_optimizer(made)
+        # Trainable parameters outside a user's optimizer would accumulate gradients: those are dropped too.
+        optimized = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        self.parameters = list(({id(p): p for p in self.parameters} | optimized).values())
+        active = ActiveOptimizer(
+            optimizer,
+            self.parameters,
+            settings,
+            scheduler=settings.scheduler,
+            gradient_clip=settings.gradient_clip,
+        )
+        return {"": active}
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer; with several, the one that is being stepped."""
+        return self.active.optimizer
+
+    @property
+    def schedule(self) -> Schedule:
+        """The learning rate schedule of `optimizer`."""
+        return self.active.schedule
+
+    @schedule.setter
+    def schedule(self, schedule: Schedule) -> None:
+        self.active.schedule = schedule
+
     def schedule_for(self, total_steps: int | None) -> None:
-        """Build the schedule for this many steps. A user's scheduler is created once and kept."""
-        if self._decay is not None and total_steps is None:
-            raise BadArgument(
-                "weight_decay_end needs the number of steps, but the data have no length. Pass max_steps."
-            )
-        self._total_steps = total_steps or 0
-        is_ours = isinstance(self.settings.scheduler, str) or self.settings.scheduler is None
-        if self._scheduled_for is None or (is_ours and self._scheduled_for != total_steps):
-            old = self.schedule
-            self.schedule = make_schedule(
-                self.settings.scheduler, self.optimizer, total_steps, self.settings.warmup_ratio
-            )
-            if is_ours:
-                self.schedule.configured, self.schedule.base = old.configured, old.base
-            self._scheduled_for = total_steps if total_steps is not None else -1
+        """Build the schedules for this many steps."""
+        self.active.schedule_for(total_steps)
 
     def run_context(self) -> ExitStack:
         """Process-wide settings of a run, restored on exit."""
@@ -211,9 +221,12 @@ class TorchBackend:
             for module in self._frozen_in_eval:
                 module.training = False
 
+    def updates(self, step: int | None, window: Iterable[DeviceBatch]) -> Iterable[Any]:
+        """One update of the optimizer. `step` is None in trial steps."""
+        return _ONE_UPDATE
+
     def accumulate(self, batch: DeviceBatch) -> bool:
         """Forward and backward pass of one micro-batch. False: out of memory, repeat it in smaller pieces."""
-        scaler = self.precision.scaler
         if self._statistics is not None and not self._window.entries:
             self._statistics.keep()
         if self.unoptimized is None:
@@ -230,7 +243,7 @@ class TorchBackend:
                     if not self._is_single and not piece.more:
                         loss = self._send_stats(loss, output)
                     if loss is not None:
-                        self.strategy.backward(loss, scaler)
+                        self._backward(loss)
         except torch.OutOfMemoryError as error:
             self.drop_step()
             if not self.splitter.shrink(batch, self.task.model):
@@ -264,6 +277,9 @@ class TorchBackend:
         if self.unoptimized:
             logger.warning(unoptimized_message(self.unoptimized))
 
+    def _backward(self, loss: Tensor) -> None:
+        self.strategy.backward(loss, self.precision.scaler)
+
     def _send_stats(self, loss: Tensor | None, output: Any) -> Tensor | None:
         """With the last micro-batch of a step, all-reduce its weight, loss and pending requests."""
         if isinstance(output, Mean) and output.value is None:
@@ -290,20 +306,20 @@ class TorchBackend:
 
     def finish(self) -> bool:
         """Scale gradients to those of the mean loss, clip them, and check that they are finite."""
-        scaler = self.precision.scaler
+        scaler, active = self.precision.scaler, self.active
         if self._window.is_idle:
             self.grad_norm = None
             return True
         if scaler is not None:
-            scaler.unscale_(self.optimizer)
+            scaler.unscale_(active.optimizer)
             for found in self._found_inf():
                 self.strategy.sync_found_inf(found)
-        grads = [p.grad for p in self.parameters if p.grad is not None]
+        grads = [p.grad for p in active.parameters if p.grad is not None]
         if not grads:
             raise BadArgument(
                 "Expected the loss to give gradients, received none: it depends on no optimized parameter."
             )
-        norm = self.strategy.total_norm(grads, self._uniform)
+        norm = self.strategy.total_norm(grads, active.uniform)
         losses = self._window.losses()
         if self._is_single:
             factor = self._window.gradient_scale()
@@ -321,11 +337,11 @@ class TorchBackend:
             grads, norm, factor = self._call_before_clipping(grads, norm, factor)
             self.guard.inspect(norm if scaler is None else norm.new_zeros(()), [])
             self.guard.require_finite("on_before_optimizer_step")
-        if self.settings.gradient_clip:
-            coefficient = torch.clamp(self.settings.gradient_clip / (norm + 1e-6), max=1.0)  # torch's formula
+        if active.gradient_clip:
+            coefficient = torch.clamp(active.gradient_clip / (norm + 1e-6), max=1.0)  # torch's formula
             factor = coefficient if factor is None else coefficient * factor
         if factor is not None:
-            gradients.scale(grads, factor, self._uniform)
+            gradients.scale(grads, factor, active.uniform)
         self.grad_norm = norm
         return True
 
@@ -333,10 +349,10 @@ class TorchBackend:
         """Call the hook with complete gradients, which it may change. A scaler skips what it makes infinite."""
         assert self.before_clipping is not None
         if factor is not None:
-            gradients.scale(grads, factor, self._uniform)
+            gradients.scale(grads, factor, self.active.uniform)
         self.before_clipping()
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        changed = self.strategy.total_norm(grads, self._uniform)
+        grads = [p.grad for p in self.active.parameters if p.grad is not None]
+        changed = self.strategy.total_norm(grads, self.active.uniform)
         for flag in self._found_inf():
             flag.masked_fill_((norm.isfinite() & ~changed.isfinite()).to(flag.device), 1.0)
         return grads, changed, None
@@ -344,7 +360,9 @@ class TorchBackend:
     def _found_inf(self) -> list[Tensor]:
         """The scaler's flags of infinite gradients, one per device; without a scaler there are none."""
         scaler = self.precision.scaler
-        found = {} if scaler is None else scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
+        found = (
+            {} if scaler is None else scaler._per_optimizer_states[id(self.active.optimizer)]["found_inf_per_device"]
+        )
         return list(found.values())
 
     def _receive_stats(self) -> tuple[Tensor | float | None, list[Tensor]]:
@@ -352,9 +370,15 @@ class TorchBackend:
         sums = self.strategy.reduced_stats(self.precision.scaler)
         assert sums is not None, "every strategy for several ranks reduces the stats"
         weight, total, requests = sums.unbind()
-        self._request_flag.record(requests)
+        if self._is_first_update:
+            self._request_flag.record(requests)
         self._shared_loss = self._window.replace_loss(weight, total, record=self.process_group.is_main)
         return self._window.reduced_gradient_scale(self.strategy.gradient_divide_factor, weight), [total]
+
+    @property
+    def _is_first_update(self) -> bool:
+        """Whether this is the first update of a step; the only one, unless there are several optimizers."""
+        return True
 
     def any_rank_has_request(self) -> bool:
         """Whether any rank has a request, as far as known by now: the same answer on every rank."""
@@ -362,20 +386,18 @@ class TorchBackend:
 
     def update(self, step: int) -> StepResult:
         """Take the optimizer step, unless gradients are not finite or no micro-batch had a loss."""
-        lr = self.schedule.apply(step)
-        window, norm = self._window, self.grad_norm
-        if self._decay is not None:
-            self._decay.apply(step, self._total_steps)
+        active, window, norm = self.active, self._window, self.grad_norm
+        lr = active.apply_schedules(step)
         if window.is_idle:
             pass
         elif self.precision.scaler is not None:
             self._scaled_update(self.precision.scaler)
-        elif self._skips_on_device:
-            self.optimizer.found_inf = self.guard.flag  # type: ignore[attr-defined]
-            self.optimizer.step()
-        elif not self.guard.forbids():
-            self.optimizer.step()
-        self.schedule.advance()
+        elif active.reads_found_inf and not self.guard.on_host:
+            active.optimizer.found_inf = self.guard.flag  # type: ignore[attr-defined]
+            active.optimizer.step()
+        elif not self.guard.forbids():  # only fused optimizers skip an update by themselves
+            active.optimizer.step()
+        active.schedule.advance()
         if self._statistics is not None:
             self._statistics.settle(self.guard)
         if norm is not None and self.process_group.is_main:
@@ -396,7 +418,7 @@ class TorchBackend:
                 torch.maximum(flag, self.guard.flag.to(flag.device), out=flag)
             elif self.guard.forbids():
                 flag.fill_(1.0)
-        scaler.step(self.optimizer)
+        scaler.step(self.active.optimizer)
         scaler.update()
 
     def end_step(self) -> None:
@@ -511,6 +533,9 @@ class TorchBackend:
             "skipped_steps": self.guard.skipped,
             "pieces": self.splitter.pieces,
         }
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise if `load_state_dict` would fail. Called before anything is loaded."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of `state_dict`."""

@@ -35,6 +35,8 @@ class NonFiniteGuard:
         self.policy, self.retries = parse_policy(policy)
         self.on_host = device.type in _HOST
         self.skipped = 0
+        #: Whether an update is a step; if not, `count_step` is called after each step.
+        self.counts_updates = True
         # 1.0 where the update must not happen. Float, because that is what fused optimizers read.
         self.flag = torch.zeros((), device=device)
         self._device_count = torch.zeros((), device=device)
@@ -47,7 +49,8 @@ class NonFiniteGuard:
         if self.on_host:
             bad = not all(math.isfinite(value.item()) for value in (norm, *losses))
             self._bad = bad or (self._bad and self.policy == "raise")
-            self._host_count += self._bad
+            if self.counts_updates or self.policy != "raise":
+                self._host_count += self._bad
             return
         probe = norm
         for loss in losses:
@@ -57,7 +60,15 @@ class NonFiniteGuard:
             self.flag.masked_fill_(infinite, 1.0)  # sticky: steps after a bad one are not applied either
         else:
             self.flag.copy_(infinite)
-        self._device_count.add_(self.flag)
+        if self.counts_updates or self.policy != "raise":
+            self._device_count.add_(self.flag)
+
+    def count_step(self) -> None:
+        """After a step of several updates: with ``raise``, count it if an update was not applied."""
+        if self.policy == "raise":
+            self._host_count += self._bad
+            if not self.on_host:
+                self._device_count.add_(self.flag)
 
     def forbids(self) -> bool:
         """Whether the update must be skipped. Syncs with an accelerator."""
@@ -94,6 +105,11 @@ class NonFiniteGuard:
         attempts = self._attempts
         self.reset()
         self._attempts = attempts
+        if self.policy == "raise" and not self.counts_updates:
+            raise NonFiniteError(
+                f"Loss or gradients of an optimizer became non-finite at step {step - bad + 1}. That update and all "
+                f"after it were not applied. {_ADVICE}"
+            )
         if self.policy == "raise":
             raise NonFiniteError(
                 f"Loss or gradients became non-finite at step {step - bad + 1}. That step and the {bad - 1} after it "
@@ -102,7 +118,8 @@ class NonFiniteGuard:
         if self.policy == "retry":
             return {}
         self.skipped += bad
-        logger.warning("%d steps with a non-finite loss or gradient were skipped (%d in all)", bad, self.skipped)
+        unit = "steps" if self.counts_updates else "updates"
+        logger.warning("%d %s with a non-finite loss or gradient were skipped (%d in all)", bad, unit, self.skipped)
         return {"skipped_steps": float(self.skipped)}
 
 
@@ -119,7 +136,9 @@ class RunningStatistics:
         self._open = False
 
     def keep(self) -> None:
-        """Back them up, before a step."""
+        """Back them up, before a step; further calls until `settle` change nothing."""
+        if self._open:
+            return
         if not self._kept:
             self._kept = [buffer.clone() for buffer in self._live]
         elif self._live:

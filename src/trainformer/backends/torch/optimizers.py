@@ -18,7 +18,12 @@ def named_parameters(task: Any) -> dict[str, nn.Parameter]:
     model: nn.Module = task.model
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     parameters = getattr(task, "parameters", None)
-    given = parameters() if callable(parameters) else None
+    given: Iterable[nn.Parameter] | None
+    if hasattr(task, "configure_optimizers"):  # which must cover all of them
+        held = [p for module in modules_of(task).values() for p in module.parameters()]
+        given = [*held, *(p for p in vars(task).values() if isinstance(p, nn.Parameter))]
+    else:
+        given = parameters() if callable(parameters) else None
     if given is None:
         return named
     wanted = {id(p): p for p in given if p.requires_grad}
@@ -32,6 +37,29 @@ def named_parameters(task: Any) -> dict[str, nn.Parameter]:
                     known.add(id(p))
     rest = [p for key, p in wanted.items() if key not in known]
     return chosen | {f"parameter_{i}": p for i, p in enumerate(rest)}
+
+
+def params_of(params: Any) -> list[dict[str, Any]] | None:
+    """Param groups of trainable parameters, from a module, parameters or param groups; None if it is none of these.
+
+    >>> [len(group["params"]) for group in params_of(nn.Linear(2, 1))]
+    [2]
+    """
+    if isinstance(params, nn.Module):
+        params = params.parameters()
+    if isinstance(params, nn.Parameter):
+        params = [params]
+    if not isinstance(params, Iterable) or isinstance(params, (str, Mapping)):
+        return None
+    items: list[Any] = list(params)
+    if all(isinstance(p, torch.Tensor) for p in items):
+        return [{"params": [p for p in items if p.requires_grad]}]
+    if not all(isinstance(group, Mapping) and "params" in group for group in items):
+        return None
+    inner = [params_of(group["params"]) for group in items]
+    if any(found is None or len(found) != 1 for found in inner):
+        return None
+    return [{**group, **found[0]} for group, found in zip(items, inner, strict=True) if found]
 
 
 def modules_of(task: Any) -> dict[str, nn.Module]:
@@ -78,15 +106,23 @@ def make_optimizer(
     lr: float,
     weight_decay: float,
     layer_decay: float | None = None,
+    params: list[dict[str, Any]] | None = None,
+    names: Mapping[int, str] | None = None,
 ) -> torch.optim.Optimizer:
-    """An optimizer from a name, a mapping with a name and options, a class, a factory of the groups, or an instance."""
+    """An optimizer from a name, a mapping with a name and options, a class, a factory of the groups, or an instance.
+
+    `params` are param groups of some of the task's parameters, whose names are in `names` by id; by default it is all.
+    """
     if isinstance(spec, torch.optim.Optimizer):
         if layer_decay is not None:
             raise BadArgument(
                 "Expected the optimizer by name for layer_decay, received an instance, whose groups are fixed."
             )
         return spec
-    named = named_parameters(task)
+    if params is None:
+        named = named_parameters(task)
+    else:
+        named = {(names or {})[id(p)]: p for group in params for p in group["params"]}
     if not named:
         raise BadArgument(
             f"Expected {type(task).__name__} to have trainable parameters, received none: every parameter has "
@@ -94,6 +130,8 @@ def make_optimizer(
         )
     model_skips = getattr(task.model, "no_weight_decay", None)
     groups = decay_groups(named, weight_decay, model_skips() if callable(model_skips) else ())
+    if params is not None and any(len(group) > 1 for group in params):
+        groups = params  # groups with options of their own stay as they are
     if layer_decay is not None:
         scales = layer_scales(task.model, named, layer_decay)
         scale_of = {id(p): scales[name] for name, p in named.items()}

@@ -342,7 +342,8 @@ class Pipeline(Strategy):
         if not self.process_group.is_single_process:
             named = {self._names[id(p)]: p for p in self.task.model.parameters() if p.requires_grad}
             order = list(self._names.values())
-            self.optimizer_states = GatheredOptimizer(self.process_group, optimizer, named, order)
+            gathered = GatheredOptimizer(self.process_group, optimizer, named, order)
+            self.optimizer_states[id(optimizer)] = gathered
         return optimizer
 
     def model_state(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:

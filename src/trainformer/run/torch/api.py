@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainformer.run.api import TrainerApi
 from trainformer.run.torch.dry_run import DryRun
@@ -20,6 +21,11 @@ class TorchTrainerApi(TrainerApi):
     """The `trainer` that callbacks get (see `callbacks.base.TrainerLike`), on torch."""
 
     _run: TorchRun
+
+    @property
+    def active_optimizers(self) -> dict[str, Optimizer]:
+        """The optimizers by the names of `configure_optimizers`; a single one has the name ``""``."""
+        return {name: active.optimizer for name, active in self._run.backend.optimizers.items()}
 
     def evaluate_without_ema(self) -> dict[str, float]:
         """Evaluate the trained weights on the validation data, even if `evaluate` uses an EMA of them."""

@@ -30,30 +30,38 @@ class DryRun:
             if empty:
                 return
 
-    def gradients(self, batch: DeviceBatch) -> float:
-        """Forward and backward of one batch; gradients stay until `drop` or the next `step`."""
-        self._backend.begin_training()
-        self._backend.accumulate(batch)
-        self._backend.reduce_window_loss()
-        return self._backend.window_loss()
+    def gradients(self, batch: DeviceBatch) -> Iterator[tuple[str, float]]:
+        """Forward and backward of a batch, once for each optimizer: its name and loss, while the gradients are there.
 
-    def drop(self) -> None:
-        """Discard the gradients."""
-        self._backend.drop_step()
+        The name is empty if there is only one.
+        """
+        backend = self._backend
+        backend.begin_training()
+        for _ in backend.updates(None, [batch]):
+            backend.accumulate(batch)
+            backend.reduce_window_loss()
+            yield backend.active.name, backend.window_loss()
+            backend.drop_step()
 
     def step(self, batch: DeviceBatch, lr: float | None = None) -> float:
-        """One optimizer step on a batch, at a given learning rate or at that of the first step; its loss."""
+        """One step on a batch, at a given learning rate or at that of the first step; its loss."""
         backend = self._backend
-        schedule = backend.schedule
+        schedules = {name: o.schedule for name, o in backend.optimizers.items()}
         if lr is not None:
-            backend.schedule = Schedule(backend.optimizer, lambda step: 1.0)
-            backend.schedule.base = [lr for _ in backend.schedule.base]
+            for o in backend.optimizers.values():
+                o.schedule = Schedule(o.optimizer, lambda step: 1.0)
+                o.schedule.base = [lr for _ in o.schedule.base]
+        losses = []
         try:
             backend.begin_training()
-            backend.accumulate(batch)
-            backend.finish()
-            backend.update(0)
-            return backend.window_loss()
+            for _ in backend.updates(None, [batch]):
+                backend.accumulate(batch)
+                backend.finish()
+                backend.update(0)
+                losses.append(backend.window_loss())
+                backend.end_step()
+            return losses[0]
         finally:
-            backend.schedule = schedule
+            for name, schedule in schedules.items():
+                backend.optimizers[name].schedule = schedule
             backend.drop_step()

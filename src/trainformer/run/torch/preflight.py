@@ -157,27 +157,31 @@ def _data(run: TorchRun, dry_run: DryRun, report: CheckReport) -> DeviceBatch | 
 
 
 def _training(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: CheckReport) -> bool:
-    """Forward and backward of one batch: a finite loss, and a gradient for every trainable parameter."""
+    """Forward and backward of one batch: finite losses, and a gradient for every trainable parameter."""
+    if provides(run.task, "manual_step"):
+        return _manual_training(run, dry_run, batch, report)
     try:
-        loss = dry_run.gradients(batch)
+        losses, found = _backward(run, dry_run, batch)
     except Exception as error:
         if not run.process_group.is_single_process:
             raise  # the other ranks may wait for this one; failure detection reports it
         report.add("forward and backward", [_words(error)], "")
         return False
-    problems = [] if math.isfinite(loss) else [f"the loss of the first batch is {loss}."]
-    if run.backend.window_weight() == 0:
+    problems = [f"the {name} of the first batch is {x}." for name, (x, _) in losses.items() if not math.isfinite(x)]
+    if any(weight == 0 for _, weight in losses.values()):
         problems = ["nothing in the first batch is supervised: the weight of its loss is 0. Are all labels masked?"]
-    report.add("forward and backward", problems, f"loss {loss:.4g}")
+    report.add("forward and backward", problems, ", ".join(f"{name} {x:.4g}" for name, (x, _) in losses.items()))
     backend = run.backend
     unused = {id(p) for p in run.task.unused_parameters()} if provides(run.task, "unused_parameters") else {}
-    named = _gradients(run)
     unused_names = {backend.names.get(key) for key in unused}
-    without = [name for name, grad in named if grad is None and name not in unused_names]
-    broken = [name for name, grad in named if grad is not None and not bool(torch.isfinite(grad).all())]
-    zero = [name for name, grad in named if grad is not None and not bool(grad.any())]
+    without = [name for name, kind in found.items() if kind == "none" and name not in unused_names]
+    broken = [name for name, kind in found.items() if kind == "broken"]
+    zero = [name for name, kind in found.items() if kind == "zero"]
     if zero:
-        zero = _still_zero(run, dry_run, batch, zero)
+        # Many models begin with branches switched off by a zero weight.
+        dry_run.step(batch)
+        _, later = _backward(run, dry_run, batch)
+        zero = [name for name in zero if later[name] == "zero"]
     problems = []
     if without:
         problems.append(
@@ -187,29 +191,55 @@ def _training(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: CheckR
     if broken and backend.precision.scaler is None:
         problems.append(f"gradients of {_some(broken)} are not finite.")
     problems = _of_all_ranks(run, problems)
-    report.add("gradients", problems, f"all {len(named)} trainable tensors get one")
+    report.add("gradients", problems, f"all {len(found)} trainable tensors get one")
     if zero and not problems:
         report.add(
             "zero gradients", [f"the gradient of {_some(zero)} is all zero, before and after a step."], "", "warning"
         )
-    dry_run.drop()
     return not problems
 
 
-def _still_zero(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, names: list[str]) -> list[str]:
-    """Which gradients are zero after a step too: many models begin with branches switched off by a zero weight."""
-    dry_run.drop()
-    dry_run.step(batch)
-    dry_run.gradients(batch)
-    zero = {name for name, grad in _gradients(run) if grad is not None and not bool(grad.any())}
-    return [name for name in names if name in zero]
+def _manual_training(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: CheckReport) -> bool:
+    """One call of `manual_step`, which should change every trainable parameter."""
+    before = cloned(run.backend.parameters)
+    try:
+        dry_run.step(batch)
+    except Exception as error:
+        if not run.process_group.is_single_process:
+            raise
+        report.add("manual_step", [_words(error)], "")
+        return False
+    names = [run.backend.names[id(p)] for p, old in zip(run.backend.parameters, before, strict=True) if _same(p, old)]
+    problems = [f"{len(names)} trainable parameters did not change in the first step: {_some(names)}."] if names else []
+    report.add(
+        "manual_step", _of_all_ranks(run, problems), f"it changes all {len(before)} trainable tensors", "warning"
+    )
+    return True
 
 
-def _gradients(run: TorchRun) -> list[tuple[str, Tensor | None]]:
-    """The gradient of each named parameter, on whichever rank it is."""
+def _backward(
+    run: TorchRun, dry_run: DryRun, batch: DeviceBatch
+) -> tuple[dict[str, tuple[float, float]], dict[str, str]]:
+    """Losses with their weights, and whether each parameter's gradient is none, zero, broken or ok."""
     backend = run.backend
-    known = [(backend.names[id(p)], p) for p in backend.parameters if id(p) in backend.names]
-    return [(name, backend.strategy.full_gradient(p)) for name, p in known]
+    order = ("none", "zero", "ok", "broken")
+    losses: dict[str, tuple[float, float]] = {}
+    kinds: dict[str, str] = {}
+    for optimizer, loss in dry_run.gradients(batch):
+        losses[f"{optimizer} loss".strip()] = loss, backend.window_weight()
+        for p in backend.active.parameters:
+            if id(p) not in backend.names:
+                continue
+            grad = backend.strategy.full_gradient(p)
+            if grad is None:
+                kind = "none"
+            elif not bool(torch.isfinite(grad).all()):
+                kind = "broken"
+            else:
+                kind = "ok" if bool(grad.any()) else "zero"
+            name = backend.names[id(p)]
+            kinds[name] = max(kind, kinds.get(name, "none"), key=order.index)
+    return losses, kinds
 
 
 def _exactness(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: CheckReport) -> None:
@@ -228,10 +258,10 @@ def _exactness(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: Check
         return
     ends: list[dict[str, Any]] = []
     for _ in range(2):
-        run.restore_trained(saved)
+        run.restore_trained(cloned(saved))  # a sharded optimizer keeps the tensors that it is given
         dry_run.step(batch)
         dry_run.step(batch)  # the first step of Adam is nearly the sign of the gradient, and hides small differences
-        ends.append(cloned(run.task.model.state_dict()))
+        ends.append(cloned(run.task.model.state_dict() | _beside_model(run)))
     run.restore_trained(saved)
     first, second = ends
     differing = [k for k in first if isinstance(first[k], Tensor) and not _same(first[k], second[k])]
@@ -240,6 +270,13 @@ def _exactness(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: Check
     problems = [f"after save, load and two steps these differ: {_some(differing)}. {advice}"] if differing else []
     problems = _of_all_ranks(run, problems)
     report.add("save and load", problems, "two steps after loading give bitwise the same weights", status)
+
+
+def _beside_model(run: TorchRun) -> dict[str, Tensor]:
+    """Trained parameters that are not part of the model."""
+    inside = {id(p) for p in run.task.model.parameters()}
+    others = [p for p in run.backend.parameters if id(p) not in inside]
+    return {run.backend.names.get(id(p), f"parameter {i}"): p.detach() for i, p in enumerate(others)}
 
 
 def _costs(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: CheckReport) -> None:
@@ -340,7 +377,8 @@ def _state_bytes(run: TorchRun) -> int:
     backend = run.backend
     tensors = [*run.task.model.state_dict().values()]
     tensors += backend.parameters  # as many gradients
-    tensors += [v for state in backend.optimizer.state.values() for v in state.values()]
+    for o in backend.optimizers.values():
+        tensors += [v for state in o.optimizer.state.values() for v in state.values()]
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 

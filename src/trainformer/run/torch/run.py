@@ -15,7 +15,7 @@ from trainformer.backends.torch.state import cloned, gathered
 from trainformer.checkpointing import SharingPattern, StateComponent
 from trainformer.checkpointing.checkpointer import Assets, load_components
 from trainformer.checkpointing.components import callback_states
-from trainformer.checkpointing.torch_components import TRAINED, torch_components
+from trainformer.checkpointing.torch_components import is_trained, torch_components
 from trainformer.checkpointing.torch_files import write_single_file
 from trainformer.core.types import DataSource
 from trainformer.distributed import TorchProcessGroup
@@ -107,7 +107,8 @@ class TorchRun(Run):
 
     def evaluate(self) -> dict[str, float]:
         metrics = super().evaluate()
-        self.backend.schedule.observe(metrics.get(self.settings.monitor_metric))
+        for optimizer in self.backend.optimizers.values():
+            optimizer.schedule.observe(metrics.get(self.settings.monitor_metric))
         return metrics
 
     def validate(self) -> dict[str, float]:
@@ -188,7 +189,7 @@ class TorchRun(Run):
     def trained_state(self) -> dict[str, Any]:
         """A copy of everything that steps change."""
         to_host = self.backend.device.type != "cpu"
-        return {c.key: cloned(c.stateful.state_dict(), to_host) for c in self.components() if c.key in TRAINED}
+        return {c.key: cloned(c.stateful.state_dict(), to_host) for c in self.components() if is_trained(c)}
 
     def restore_trained(self, state: dict[str, Any]) -> None:
         """Restore what `trained_state` returned."""

@@ -103,7 +103,8 @@ def build_run(
     configure_task(task, loaded)
     check_model(task)
     # A copy: the backend keeps the settings that it was built with.
-    backend = TorchBackend(task, RunSettings(**settings.values()), strategy, provides(task, "on_eval_end"))
+    make_backend = backend_class(task)
+    backend = make_backend(task, RunSettings(**settings.values()), strategy, provides(task, "on_eval_end"))
     backend.describe_sample = partial(describe_sample, loaded.train)
     with process_group.main_first():
         load = load_options(settings, backend.device, process_group)
@@ -137,12 +138,27 @@ def build_run(
 
 def check_task(task: Any) -> None:
     """Reject an object that is not a task."""
-    missing = [name for name in ("train_step", "eval_step") if not callable(getattr(task, name, None))]
+    # Several optimizers may have one function each instead of `train_step`.
+    needed = ("eval_step",) if hasattr(task, "configure_optimizers") else ("train_step", "eval_step")
+    missing = [name for name in needed if not callable(getattr(task, name, None))]
     if missing or isinstance(task, type):
         what = f"the class {task.__name__}" if isinstance(task, type) else type(task).__name__
         do = f"Write {task.__name__}(...)." if isinstance(task, type) else explain_missing(task)
         raise BadArgument(expected("a task: an object with `model`, `train_step` and `eval_step`", what, do))
     check_methods(task)
+
+
+def backend_class(task: Any) -> type[TorchBackend]:
+    """The backend for the optimizers of a task: one, several, or stepped by the task."""
+    if not hasattr(task, "configure_optimizers"):
+        if hasattr(task, "manual_step"):
+            do = "Return {name: OptimizerConfig(params=...)} from it; manual_step receives those optimizers."
+            raise BadArgument(expected("configure_optimizers on a task with manual_step", "none", do))
+        return TorchBackend
+    from trainformer.backends.torch.manual import ManualOptimization
+    from trainformer.backends.torch.several_optimizers import SeveralOptimizers
+
+    return ManualOptimization if hasattr(task, "manual_step") else SeveralOptimizers
 
 
 def configure_task(task: Any, loaded: TrainingData) -> None:
