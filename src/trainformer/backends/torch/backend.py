@@ -25,14 +25,14 @@ from torch import Tensor, nn
 from trainformer.backends.torch import gradients, memory, quantize
 from trainformer.backends.torch.accumulation import AccumulationWindow, MemorySplitter
 from trainformer.backends.torch.active_optimizer import ActiveOptimizer
-from trainformer.backends.torch.coverage import check_optimizer, unoptimized, unoptimized_message
+from trainformer.backends.torch.coverage import check_optimizer
 from trainformer.backends.torch.eval_outputs import metrics_by_name
-from trainformer.backends.torch.hints import explain
 from trainformer.backends.torch.modes import frozen_in_eval
 from trainformer.backends.torch.nonfinite import NonFiniteGuard, RunningStatistics
 from trainformer.backends.torch.optimizers import make_optimizer, modules_of, named_parameters
 from trainformer.backends.torch.placement import Feeder, RequestFlag
 from trainformer.backends.torch.schedules import Schedule
+from trainformer.backends.torch.step_checks import StepChecks
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, Mean, StepResult
 from trainformer.engine.metrics import weighted_means
@@ -84,6 +84,7 @@ class TorchBackend:
                 "some in fp16. Load the model in fp32 or bf16, or pass precision='no'."
             )
         self.feeder = Feeder(self.device, settings.channels_last)
+        self.checks = StepChecks(task, self.feeder)
         self._transforms: dict[bool, nn.Module | None] = {}
         self._forget = getattr(task, "on_step_skipped", None)
         no_sync = getattr(task, "no_sync", None)
@@ -97,7 +98,6 @@ class TorchBackend:
         self._request_flag = RequestFlag(self.device)
         self.before_clipping: Callable[[], None] | None = None  # sees complete gradients that are not clipped yet
         self.has_request: Callable[[], bool] = lambda: False  # whether this rank has a request for all ranks
-        self.describe_sample: Callable[[int], str] = lambda index: f"sample {index}"
         self._reduces_rows = reduces_rows
         # With "raise" the run ends anyway; saving a hundred small tensors in every step would cost time.
         keeps_running = self.guard.policy != "raise"
@@ -105,7 +105,6 @@ class TorchBackend:
         self._window = AccumulationWindow(self._reference)
         self._shared_loss: list[Entry] | None = None
         self.grad_norm: Tensor | None = None
-        self.unoptimized: list[str] | None = None  # parameters that get gradients for nothing; None: not known yet
 
     # -- set-up --------------------------------------------------------------------------------------------
 
@@ -229,8 +228,8 @@ class TorchBackend:
         """Forward and backward pass of one micro-batch. False: out of memory, repeat it in smaller pieces."""
         if self._statistics is not None and not self._window.entries:
             self._statistics.keep()
-        if self.unoptimized is None:
-            self._warn_about_batch(batch)
+        if self.checks.unoptimized is None:
+            self.checks.check_batch(batch)
         try:
             for piece in self.splitter.split(batch):
                 # Skip the gradient all-reduce for every micro-batch but the last of a step.
@@ -238,8 +237,9 @@ class TorchBackend:
                     with self._forward(piece.size):
                         output = (self._shared_step or self.task.train_step)(piece.data)
                     loss = self._window.add(output, piece)
-                    if self.unoptimized is None:
-                        self._find_unoptimized(loss)
+                    if self.checks.unoptimized is None:
+                        # Sharded models have other tensors in the graph than in the optimizer.
+                        self.checks.check_loss(loss, self.parameters if self._is_single else None)
                     if not self._is_single and not piece.more:
                         loss = self._send_stats(loss, output)
                     if loss is not None:
@@ -252,30 +252,9 @@ class TorchBackend:
                 raise
             return False
         except Exception as error:
-            self._explain(error, "train_step", batch)
+            self.checks.explain(error, "train_step", batch)
             raise
         return True
-
-    def _explain(self, error: Exception, step: str, batch: DeviceBatch) -> None:
-        """Add what the batch holds, and a hint, to an error of a step."""
-        describe = (
-            self.describe_sample if step == "train_step" else (lambda index: f"sample {index} of the evaluated data")
-        )
-        samples = self.feeder.samples_of(batch)
-        explain(error, step, batch.data, self.task.model, samples, describe, self.feeder.recent_labels())
-
-    def _warn_about_batch(self, batch: DeviceBatch) -> None:
-        """Once per run, pass on what the task finds wrong with a batch."""
-        check = getattr(self.task, "check_batch", None)
-        for problem in (check(batch.data) if check is not None and batch.size else None) or ():
-            logger.warning("the first batch: %s", problem)
-
-    def _find_unoptimized(self, loss: Tensor | None) -> None:
-        """Once per run, warn of parameters that the loss depends on and nobody updates."""
-        # Sharded models have other tensors in the graph than in the optimizer.
-        self.unoptimized = unoptimized(loss, self.task, self.parameters) if self._is_single and loss is not None else []
-        if self.unoptimized:
-            logger.warning(unoptimized_message(self.unoptimized))
 
     def _backward(self, loss: Tensor) -> None:
         self.strategy.backward(loss, self.precision.scaler)
@@ -476,7 +455,7 @@ class TorchBackend:
             try:
                 outputs = metrics_by_name(self.strategy.infer(function, batch.data), function)
             except Exception as error:
-                self._explain(error, getattr(function, "__name__", "eval_step"), batch)
+                self.checks.explain(error, getattr(function, "__name__", "eval_step"), batch)
                 raise
         entries: list[Entry] = []
         rows: dict[str, Tensor] = {}
