@@ -40,6 +40,7 @@ NAMES = {
     "shuffle": "training data is shuffled",
     "model_ema_decay": "Write ema",
     "weight_decy": "Did you mean 'weight_decay'?",
+    "lerning_rate": "Write lr",
     "batchsize": "Write batch_size",
 }
 

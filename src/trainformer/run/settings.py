@@ -104,9 +104,9 @@ class CommonSettings:
 
     def _flag(self, name: str, optional: bool = False) -> None:
         value = getattr(self, name)
-        if str(getattr(value, "dtype", "")) == "bool":  # of NumPy
-            setattr(self, name, bool(value))
-        elif not isinstance(value, bool) and not (optional and value is None):
+        if (isinstance(value, (bool, int)) and value in (0, 1)) or str(getattr(value, "dtype", "")) == "bool":
+            setattr(self, name, bool(value))  # also of NumPy
+        elif not (optional and value is None):
             # Every string that is not empty counts as true, also "false".
             raise BadArgument(expected(f"{name} to be True or False", value, "Pass it without quotes."))
 
