@@ -40,6 +40,7 @@ NAMES = {
     "shuffle": "training data is shuffled",
     "model_ema_decay": "Write ema",
     "weight_decy": "Did you mean 'weight_decay'?",
+    "lerning_rate": "Write lr",
     "batchsize": "Write batch_size",
 }
 
@@ -176,6 +177,12 @@ ROWS = [
     ),
     row("EarlyStopping with another mode", lambda: EarlyStopping(mode="maximum"), BadArgument, "'min' or 'max'"),
     row("ModelCheckpoint with another mode", lambda: ModelCheckpoint(mode="best"), BadArgument, "'min' or 'max'"),
+    row("EarlyStopping after half an evaluation", lambda: EarlyStopping(patience=2.5), BadArgument, "patience", "2.5"),
+    row("one file for the best three", lambda: ModelCheckpoint(filename="best.pt"), BadArgument, "save_top_k=1"),
+    row(
+        "a file name with unknown fields", lambda: ModelCheckpoint(filename="{epok}.pt"), BadArgument, "{epoch}, {step}"
+    ),
+    row("an EMA of a string", lambda: EMA(decay="0.99"), BadArgument, "EMA's decay", "'0.99'"),
     row("an EMA of 99", lambda: EMA(decay=99), BadArgument, "below 1", "99"),
     row(
         "another model than in the checkpoint",

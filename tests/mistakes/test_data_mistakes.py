@@ -118,6 +118,11 @@ def _sorted():
     return X[order], Y[order]
 
 
+def _batched(x, y):
+    """Batches in an order of their own."""
+    return DataLoader(TensorDataset(x, y), batch_sampler=torch.arange(64).reshape(8, 8).T.tolist())
+
+
 def _both(data):
     return build(data=data, val_data=data)
 
@@ -125,12 +130,13 @@ def _both(data):
 # -- samples and batches -----------------------------------------------------------------------------------
 
 SAMPLES = [
+    row("a collate_fn that leaves samples out", lambda: _left_out(), "works"),
     row(
         "a sample that is None",
         lambda: one_epoch(_Own(lambda i, s: None if i == 3 else s)),
         DataError,
-        "received None",
-        "sample 3 of _Own",
+        "received None: does _Own.__getitem__ lack a return?",
+        "sample 3",
     ),
     row(
         "a sample of another length",
@@ -186,6 +192,13 @@ class _Own(list):
 
     def __getitem__(self, index):
         return self.make(index, super().__getitem__(index))
+
+
+def _left_out():
+    """A popular pattern: samples that cannot be used are None, and collate_fn drops them."""
+    collate = staticmethod(lambda samples: torch.utils.data.default_collate([s for s in samples if s is not None]))
+    task = type("Own", (MeanTask,), {"collate_fn": collate})()
+    return one_epoch(_Own(lambda i, s: None if i == 3 else s), task)
 
 
 def _images(images, layer=None):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.callbacks.base import TrainerLike, was_left_out
-from trainformer.core.errors import BadArgument, expected
+from trainformer.core.errors import BadArgument, check_count, expected
 from trainformer.engine.state import is_better
 
 logger = logging.getLogger("trainformer")
@@ -34,8 +34,12 @@ class ModelCheckpoint:
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max"):
             raise BadArgument(expected("ModelCheckpoint's mode to be 'min' or 'max'", self.mode))
-        if self.save_top_k < 1:
-            raise BadArgument(expected("ModelCheckpoint's save_top_k to be at least 1", self.save_top_k))
+        check_count("ModelCheckpoint's save_top_k", self.save_top_k)
+        names = [self._name(epoch=number, step=number, value=float(number)) for number in (1, 2)]
+        if names[0] == names[1] and self.save_top_k > 1:
+            do = "Add {epoch}, {step} or {value}, or pass save_top_k=1: otherwise each file replaces the one before."
+            what = f"ModelCheckpoint's filename to differ for {self.save_top_k} files"
+            raise BadArgument(expected(what, self.filename, do))
 
     def on_validation_end(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
         value = metrics.get(self.monitor)
@@ -48,8 +52,7 @@ class ModelCheckpoint:
         full = len(self._best_scores) >= self.save_top_k
         if full and not is_better(value, self._best_scores[-1][0], self.mode):
             return
-        state, monitor = trainer.state, self.monitor.replace("/", "_")
-        name = self.filename.format(epoch=state.epoch, step=state.step, monitor=monitor, value=value)
+        name = self._name(epoch=trainer.state.epoch, step=trainer.state.step, value=value)
         path = Path(trainer.save(str(Path(self.save_dir) / name)))
         # Two evaluations may round to the same name; the later one owns the file then.
         kept = [(score, other) for score, other in self._best_scores if other != path]
@@ -60,6 +63,13 @@ class ModelCheckpoint:
                 shutil.rmtree(dropped)
             else:
                 dropped.unlink(missing_ok=True)
+
+    def _name(self, **values: Any) -> str:
+        try:
+            return self.filename.format(monitor=self.monitor.replace("/", "_"), **values)
+        except (KeyError, IndexError, ValueError) as error:
+            what = "ModelCheckpoint's filename with {epoch}, {step}, {monitor} and {value}"
+            raise BadArgument(expected(what, self.filename)) from error
 
     @property
     def best_path(self) -> Path | None:

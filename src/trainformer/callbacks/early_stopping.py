@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainformer.callbacks.base import TrainerLike, was_left_out
-from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.errors import BadArgument, check_count, did_you_mean, expected
 from trainformer.engine.state import is_better
 
 logger = logging.getLogger("trainformer")
@@ -34,8 +34,11 @@ class EarlyStopping:
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max"):
             raise BadArgument(expected("EarlyStopping's mode to be 'min' or 'max'", self.mode))
-        if self.patience < 1:
-            raise BadArgument(expected("EarlyStopping's patience to be at least 1", self.patience))
+        check_count("EarlyStopping's patience", self.patience)
+        if not isinstance(self.monitor, str):
+            raise BadArgument(expected("EarlyStopping's monitor to be the name of a metric", self.monitor))
+        if not isinstance(self.min_delta, (int, float)) or not self.min_delta >= 0:
+            raise BadArgument(expected("EarlyStopping's min_delta to be a number of at least 0", self.min_delta))
 
     def on_validation_end(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
         value = metrics.get(self.monitor)

@@ -44,7 +44,7 @@ class EMA:
     _copied: list[tuple[Tensor, Tensor]] = field(init=False, default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
+        if not isinstance(self.decay, (int, float)) or not 0 <= self.decay < 1:
             raise BadArgument(expected("EMA's decay to be at least 0 and below 1", self.decay))
         if self.update_every < 1:
             raise BadArgument(expected("EMA's update_every to be at least 1", self.update_every))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 
 from trainformer.core.errors import did_you_mean
@@ -87,6 +88,8 @@ def suggest_setting(name: str, known: Iterable[str]) -> str:
 
     >>> suggest_setting("max_epochs", ["epochs", "lr"])
     "Write epochs instead of 'max_epochs'."
+    >>> suggest_setting("lerning_rate", ["epochs", "lr"])
+    "Write lr instead of 'learning_rate'."
     >>> suggest_setting("weight_decy", ["weight_decay", "lr"])
     "Did you mean 'weight_decay'?"
     """
@@ -94,7 +97,9 @@ def suggest_setting(name: str, known: Iterable[str]) -> str:
     other = SETTINGS.get(plain, "")
     if other:
         return other if other.endswith(".") else f"Write {other} instead of {name!r}."
-    return did_you_mean(plain, known, most=1)
+    known = list(known)
+    close = difflib.get_close_matches(plain, [*known, *SETTINGS], n=1, cutoff=0.75)  # of a misspelled one, too
+    return suggest_setting(close[0], known) if close and close[0] in SETTINGS else did_you_mean(plain, known, most=1)
 
 
 def suggest_synonym(name: str, known: Iterable[str]) -> str:

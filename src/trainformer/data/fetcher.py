@@ -76,9 +76,8 @@ class Fetcher:
                 seed(sample_key(self.seed, epoch, draw))
                 try:
                     sample = self.dataset[index]
-                    if sample is None:
-                        kind = type(self.dataset).__name__
-                        raise DataError(f"Expected a sample, received None: does {kind}.__getitem__ lack a return?")
+                    if sample is None and self.skip_bad:
+                        raise self._no_sample()
                     samples.append(sample)
                     read.append(place)
                 except Exception as error:
@@ -90,10 +89,19 @@ class Fetcher:
             set_sample_key(None)
             return Fetched(data, len(samples), bad, draws[read] if bad else draws)
 
+    def _no_sample(self) -> DataError:
+        kind = type(self.dataset).__name__
+        return DataError(f"Expected a sample, received None: does {kind}.__getitem__ lack a return?")
+
     def _collated(self, samples: list[Any], draws: np.ndarray) -> Any:
         try:
             return self.collate(samples)
         except Exception as error:
+            missing = next((place for place, sample in enumerate(samples) if sample is None), None)
+            if missing is not None:  # some collate functions leave such samples out
+                none = self._no_sample()
+                none.add_note(f"(while reading sample {int(draws[missing]) % self._size})")
+                raise none from error
             shapes = [shape_of(sample) for sample in samples]
             other = next((place for place, shape in enumerate(shapes) if shape != shapes[0]), None)
             if other is not None:

@@ -101,12 +101,14 @@ class CommonSettings:
             return
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not fits(value):
             raise BadArgument(expected(f"{name} to be {words}", value, _as_number(value)))
-        if type(value) not in (int, float):  # of NumPy
+        if hasattr(value, "dtype"):  # of NumPy
             setattr(self, name, float(value))
 
     def _flag(self, name: str, optional: bool = False) -> None:
         value = getattr(self, name)
-        if not isinstance(value, bool) and not (optional and value is None):
+        if (isinstance(value, (bool, int)) and value in (0, 1)) or str(getattr(value, "dtype", "")) == "bool":
+            setattr(self, name, bool(value))  # also of NumPy
+        elif not (optional and value is None):
             # Every string that is not empty counts as true, also "false".
             raise BadArgument(expected(f"{name} to be True or False", value, "Pass it without quotes."))
 

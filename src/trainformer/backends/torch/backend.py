@@ -25,15 +25,15 @@ from torch import Tensor, nn
 from trainformer.backends.torch import gradients, memory, quantize
 from trainformer.backends.torch.accumulation import AccumulationWindow, MemorySplitter
 from trainformer.backends.torch.active_optimizer import ActiveOptimizer
-from trainformer.backends.torch.coverage import check_optimizer, unoptimized, unoptimized_message
+from trainformer.backends.torch.coverage import check_optimizer
 from trainformer.backends.torch.eval_outputs import metrics_by_name
-from trainformer.backends.torch.hints import explain
 from trainformer.backends.torch.logged_values import StepScope
 from trainformer.backends.torch.modes import frozen_in_eval
 from trainformer.backends.torch.nonfinite import NonFiniteGuard, RunningStatistics
 from trainformer.backends.torch.optimizers import make_optimizer, modules_of, named_parameters
 from trainformer.backends.torch.placement import Feeder, RequestFlag, start_copy
 from trainformer.backends.torch.schedules import Schedule
+from trainformer.backends.torch.step_checks import StepChecks
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, Mean, StepResult
 from trainformer.engine.metrics import weighted_means
@@ -71,9 +71,9 @@ class TorchBackend:
         self.guard = NonFiniteGuard(settings.nonfinite, self.device)
         # A rank that runs out of memory cannot repeat its step alone: the others are waiting in the all-reduce.
         self.splitter = MemorySplitter(settings.oom if self._is_single else "raise")
-        self._frozen_in_eval = frozen_in_eval(task)
         self.replaced = self._replace_layers()
         self._place_model()
+        self._frozen_in_eval = frozen_in_eval(task)
         named = named_parameters(task)
         self.names = {id(p): name for name, p in named.items()}
         self.parameters = list(named.values())
@@ -85,6 +85,7 @@ class TorchBackend:
                 "some in fp16. Load the model in fp32 or bf16, or pass precision='no'."
             )
         self.feeder = Feeder(self.device, settings.channels_last)
+        self.checks = StepChecks(task, self.feeder)
         self._transforms: dict[bool, nn.Module | None] = {}
         self._forget = getattr(task, "on_step_skipped", None)
         no_sync = getattr(task, "no_sync", None)
@@ -98,7 +99,6 @@ class TorchBackend:
         self._request_flag = RequestFlag(self.device)
         self.before_clipping: Callable[[], None] | None = None  # sees complete gradients that are not clipped yet
         self.has_request: Callable[[], bool] = lambda: False  # whether this rank has a request for all ranks
-        self.describe_sample: Callable[[int], str] = lambda index: f"sample {index}"
         self._reduces_rows = reduces_rows
         # With "raise" the run ends anyway; saving a hundred small tensors in every step would cost time.
         keeps_running = self.guard.policy != "raise"
@@ -107,7 +107,6 @@ class TorchBackend:
         self._logged: list[Entry] = []
         self._shared_loss: list[Entry] | None = None
         self.grad_norm: Tensor | None = None
-        self.unoptimized: list[str] | None = None  # parameters that get gradients for nothing; None: not known yet
 
     # -- set-up --------------------------------------------------------------------------------------------
 
@@ -137,23 +136,22 @@ class TorchBackend:
 
     def _make_optimizers(self) -> dict[str, ActiveOptimizer]:
         settings = self.settings
-        optimizer = make_optimizer(
-            settings.optimizer, self.task, settings.lr, settings.weight_decay, settings.layer_decay
-        )
-        if not isinstance(settings.optimizer, (str, Mapping)):
-            check_optimizer(optimizer, self.task)
-        optimizer = self.strategy.prepare_optimizer(optimizer)
+        given = settings.optimizer
+        made = make_optimizer(given, self.task, settings.lr, settings.weight_decay, settings.layer_decay)
+        if not isinstance(given, (str, Mapping)):
+            check_optimizer(made, self.task)
+        optimizer = self.strategy.prepare_optimizer(made)
         # Trainable parameters outside a user's optimizer would accumulate gradients: those are dropped too.
         optimized = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         self.parameters = list(({id(p): p for p in self.parameters} | optimized).values())
-        made = ActiveOptimizer(
+        active = ActiveOptimizer(
             optimizer,
             self.parameters,
             settings,
             scheduler=settings.scheduler,
             gradient_clip=settings.gradient_clip,
         )
-        return {"": made}
+        return {"": active}
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -248,8 +246,8 @@ class TorchBackend:
         """Forward and backward pass of one micro-batch. False: out of memory, repeat it in smaller pieces."""
         if self._statistics is not None and not self._window.entries:
             self._statistics.keep()
-        if self.unoptimized is None:
-            self._warn_about_batch(batch)
+        if self.checks.unoptimized is None:
+            self.checks.check_batch(batch)
         try:
             for piece in self.splitter.split(batch):
                 # Skip the gradient all-reduce for every micro-batch but the last of a step.
@@ -257,8 +255,9 @@ class TorchBackend:
                     with self._forward(piece.size):
                         output = (self._shared_step or self.task.train_step)(piece.data)
                     loss = self._window.add(output, piece)
-                    if self.unoptimized is None:
-                        self._find_unoptimized(loss)
+                    if self.checks.unoptimized is None:
+                        # Sharded models have other tensors in the graph than in the optimizer.
+                        self.checks.check_loss(loss, self.parameters if self._is_single else None)
                     if not self._is_single and not piece.more:
                         loss = self._send_stats(loss, output)
                     if loss is not None:
@@ -271,33 +270,12 @@ class TorchBackend:
                 raise
             return False
         except Exception as error:
-            self._explain(error, "train_step", batch)
+            self.checks.explain(error, "train_step", batch)
             raise
         return True
 
     def _backward(self, loss: Tensor) -> None:
         self.strategy.backward(loss, self.precision.scaler)
-
-    def _explain(self, error: Exception, step: str, batch: DeviceBatch) -> None:
-        """Add what the batch holds, and a hint, to an error of a step."""
-        describe = (
-            self.describe_sample if step == "train_step" else (lambda index: f"sample {index} of the evaluated data")
-        )
-        samples = self.feeder.samples_of(batch)
-        explain(error, step, batch.data, self.task.model, samples, describe, self.feeder.recent_labels())
-
-    def _warn_about_batch(self, batch: DeviceBatch) -> None:
-        """Once per run, pass on what the task finds wrong with a batch."""
-        check = getattr(self.task, "check_batch", None)
-        for problem in (check(batch.data) if check is not None and batch.size else None) or ():
-            logger.warning("the first batch: %s", problem)
-
-    def _find_unoptimized(self, loss: Tensor | None) -> None:
-        """Once per run, warn of parameters that the loss depends on and nobody updates."""
-        # Sharded models have other tensors in the graph than in the optimizer.
-        self.unoptimized = unoptimized(loss, self.task, self.parameters) if self._is_single and loss is not None else []
-        if self.unoptimized:
-            logger.warning(unoptimized_message(self.unoptimized))
 
     def _send_stats(self, loss: Tensor | None, output: Any) -> Tensor | None:
         """With the last micro-batch of a step, all-reduce its weight, loss and pending requests."""
@@ -509,7 +487,7 @@ class TorchBackend:
                 # None: everything was logged.
                 outputs = {} if found is None and entries else metrics_by_name(found, function)
             except Exception as error:
-                self._explain(error, getattr(function, "__name__", "eval_step"), batch)
+                self.checks.explain(error, getattr(function, "__name__", "eval_step"), batch)
                 raise
         rows: dict[str, Any] = {}
         if batch.size == 0:  # padding: this rank computed a sample of another one to take part in collectives

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,9 @@ def explain(
     for pattern, hint in _HINTS:
         match = re.search(pattern, text)
         if match:
-            note = hint(match, data, model)
+            note = ""
+            with suppress(Exception):  # the error itself must reach the user
+                note = hint(match, data, model)
             if note:
                 error.add_note(f"Hint: {note}")
             break

@@ -113,8 +113,12 @@ class ManualOptimization(SeveralOptimizers):
     def accumulate(self, batch: DeviceBatch) -> bool:
         """Call `manual_step`."""
         self._batch, self._entries, self._result = batch, [], None
-        with self._forward(batch.size):
-            metrics = self.task.manual_step(batch.data, dict(self.handles))
+        try:
+            with self._forward(batch.size):
+                metrics = self.task.manual_step(batch.data, dict(self.handles))
+        except Exception as error:
+            self.checks.explain(error, "manual_step", batch)
+            raise
         pending = [name for name, handle in self.handles.items() if handle.has_gradients]
         if pending:
             raise BadArgument(
@@ -122,7 +126,7 @@ class ManualOptimization(SeveralOptimizers):
                 f"{', '.join(pending)} that were used by neither: they would be lost at the end of the step. "
                 "For larger steps, raise batch_size and call backward for parts of the batch."
             )
-        self._entries += [*_metric_entries(metrics, batch.size), *self.take_logged()]
+        self._entries += _metric_entries(metrics, batch.size)
         return True
 
     @contextmanager

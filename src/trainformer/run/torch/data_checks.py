@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.fetcher import unwrap_subsets
@@ -21,6 +21,7 @@ logger = logging.getLogger("trainformer")
 
 _OF_LOADERS = ("batch_size", "num_workers", "drop_last", "prefetch_factor", "worker_context")
 _OF_OPTIMIZERS = ("lr", "weight_decay")
+_MOST_ARRAYS, _MOST_CHANNELS = 4, 4
 
 
 def check_kind(data: Any) -> None:
@@ -28,9 +29,10 @@ def check_kind(data: Any) -> None:
     if isinstance(data, type):
         do = f"Write {data.__name__}(...)."
         raise BadArgument(expected("a dataset", f"the class {data.__name__}", do))
-    if isinstance(data, list) and len(data) > 1 and all(_rows(part) is not None for part in data):
+    if isinstance(data, list) and 1 < len(data) <= _MOST_ARRAYS and all(_rows(part) is not None for part in data):
         shapes = [tuple(part.shape) for part in data]
-        if len({shape[0] for shape in shapes}) == 1 and len({shape[1:] for shape in shapes}) > 1:
+        # Samples may have a first dimension in common, too: the channels of images.
+        if len({shape[0] for shape in shapes}) == 1 and len(set(shapes)) > 1 and shapes[0][0] > _MOST_CHANNELS:
             what = f"a list of {len(data)} arrays of {shapes[0][0]} rows"
             do = "Pass a tuple: (inputs, targets). A list is a dataset, whose items are samples."
             raise BadArgument(expected("a tuple of arrays", what, do))
@@ -62,7 +64,7 @@ def warn_about_ignored(settings: RunSettings, data: Any, passed: frozenset[str])
     """Warn of settings that were passed and have no effect, since an object that was also passed has its own."""
     if passed >= frozenset(settings.values()):
         return  # another entry point fills in all of them
-    if isinstance(data, DataLoader):
+    if isinstance(data, DataLoader) and data.batch_size is not None:
         own = [n for n in _OF_LOADERS if n in passed and getattr(data, n, None) != getattr(settings, n)]
         if own:
             logger.warning("%s no effect: the DataLoader has its own.", _settings(settings, own))
@@ -75,7 +77,7 @@ def warn_about_ignored(settings: RunSettings, data: Any, passed: frozenset[str])
 
 def warn_about_data(train: Any, val: Any, info: DatasetInfo) -> None:
     """Warn of validation data that is also trained on, and of a loader that reads one class after the other."""
-    if val is not None and _base(train) is _base(val) and _indices(train) is None and _indices(val) is None:
+    if val is not None and _base(train) is _base(val) and _is_whole(train) and _is_whole(val):
         logger.warning(
             "the validation data is the training data: its metrics do not tell how well the model generalises."
         )
@@ -87,7 +89,7 @@ def warn_about_data(train: Any, val: Any, info: DatasetInfo) -> None:
     counts = info.class_counts
     if counts is not None and info.class_names is None and len(counts) > 1 and counts[0] == 0 < counts[1]:
         logger.warning("no sample has label 0: classes count from 0. Subtract 1 if the labels count from 1.")
-    if isinstance(train, DataLoader) and isinstance(train.sampler, SequentialSampler):
+    if isinstance(_sampler(train), SequentialSampler):
         labels = targets_of(train.dataset).labels
         if labels is not None and len(labels) > (train.batch_size or 1) and _is_sorted(labels):
             logger.warning(
@@ -102,7 +104,7 @@ def _is_sorted(labels: np.ndarray) -> bool:
 
 def describe_sample(dataset: Any, index: int) -> str:
     """A sample by its index, and by its file if the dataset lists them; of a loader, by its place in the epoch."""
-    if isinstance(dataset, DataLoader) and not isinstance(dataset.sampler, SequentialSampler):
+    if isinstance(dataset, DataLoader) and not isinstance(_sampler(dataset), SequentialSampler):
         return f"sample {index} of the epoch, in the order of the DataLoader"
     base = unwrap_subsets(_base(dataset))[0]
     for name in ("samples", "imgs", "files", "paths"):
@@ -136,9 +138,15 @@ def _base(data: Any) -> Any:
     return data.dataset if isinstance(data, DataLoader) else data
 
 
-def _indices(data: Any) -> Any:
-    sampler = data.sampler if isinstance(data, DataLoader) else None
-    return getattr(sampler, "indices", None)
+def _sampler(data: Any) -> Any:
+    """The sampler of a DataLoader; None for other data, and for a batch sampler that chooses by itself."""
+    batches = getattr(data, "batch_sampler", None) if isinstance(data, DataLoader) else None
+    return batches.sampler if type(batches) is BatchSampler else None
+
+
+def _is_whole(data: Any) -> bool:
+    """Whether all samples of a dataset are read, as far as can be told."""
+    return not isinstance(data, DataLoader) or isinstance(_sampler(data), (SequentialSampler, RandomSampler))
 
 
 def _files(data: Any) -> set[str]:

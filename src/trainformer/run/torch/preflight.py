@@ -332,8 +332,9 @@ def _costs(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: CheckRepo
 
 def _coverage(run: TorchRun, report: CheckReport) -> None:
     """Parameters that the loss depends on, and that no optimizer holds. Only reported if there are any."""
-    if run.backend.unoptimized:
-        report.add("optimizer", [unoptimized_message(run.backend.unoptimized)], "", "warning")
+    found = run.backend.checks.unoptimized
+    if found:
+        report.add("optimizer", [unoptimized_message(found)], "", "warning")
 
 
 def _evaluation(run: TorchRun, report: CheckReport) -> None:

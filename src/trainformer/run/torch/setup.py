@@ -124,7 +124,7 @@ def build_run(
     # A copy: the backend keeps the settings that it was built with.
     make_backend = backend_class(task)
     backend = make_backend(task, RunSettings(**settings.values()), strategy, provides(task, "on_eval_end"))
-    backend.describe_sample = partial(describe_sample, loaded.train)
+    backend.checks.describe_sample = partial(describe_sample, loaded.train)
     with process_group.main_first():
         load = load_options(settings, backend.device, process_group)
         train_source = make_source(task, loaded.train, load, train=True)
