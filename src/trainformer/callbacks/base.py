@@ -15,6 +15,7 @@ from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.hooks import check_arguments, unknown_hooks
 from trainformer.core.plugins import load_plugin, plugin_names
 from trainformer.engine import Control, Event, LazyScalar, RunState
+from trainformer.engine.metric_values import as_metrics
 
 logger = logging.getLogger("trainformer")
 
@@ -230,6 +231,14 @@ class CallbackList:
 
     def __len__(self) -> int:
         return len(self.callbacks)
+
+    def compute_metrics(self, trainer: Any, metrics: dict[str, float]) -> dict[str, float]:
+        """The metrics of an evaluation, with those that callbacks add."""
+        for callback in self:
+            if hasattr(callback, "compute_metrics"):
+                who = f"{name_of(callback)}.compute_metrics"
+                metrics = metrics | as_metrics(callback.compute_metrics(trainer, metrics), who)
+        return metrics
 
     def named(self) -> dict[str, Any]:
         """Callbacks by a stable unique key: the class name, with ``#2``, ``#3``, ... for further instances."""

@@ -5,35 +5,22 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-#: The same option under other names: of HF, Lightning, timm and torchrun.
+from trainformer.core.synonyms import SETTINGS
+
+#: The same option under other names: settings of other trainers, and options of HF's scripts, timm and torchrun.
 ELSEWHERE = {
-    **dict.fromkeys(("learning_rate", "base_lr"), "lr"),
-    **dict.fromkeys(("num_train_epochs", "max_epochs", "num_epochs", "n_epochs"), "epochs"),
-    **dict.fromkeys(("num_steps", "total_steps", "steps", "max_iters"), "max_steps"),
-    **dict.fromkeys(("per_device_train_batch_size", "train_batch_size", "batch", "bs"), "batch_size"),
-    **dict.fromkeys(("per_device_eval_batch_size", "val_batch_size"), "eval_batch_size"),
-    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum"), "accumulation_steps"),
-    **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "clip_grad", "grad_clip"), "gradient_clip"),
-    **dict.fromkeys(("logging_steps", "log_interval", "log_every_n_steps"), "log_every"),
-    **dict.fromkeys(("eval_steps", "eval_interval", "check_val_every_n_epoch"), "eval_every"),
-    **dict.fromkeys(("save_steps", "save_interval"), "save_every"),
-    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "sched"), "scheduler"),
-    **dict.fromkeys(("warmup_steps", "warmup_epochs", "warmup"), "warmup_ratio"),
-    **dict.fromkeys(("optim", "opt"), "optimizer"),
+    **{other: ours.partition("=")[0] for other, ours in SETTINGS.items() if ours.partition("=")[0].isidentifier()},
+    "steps": "max_steps",
+    "batch": "batch_size",
+    "eval_interval": "eval_every",
     **dict.fromkeys(("wd", "l2"), "weight_decay"),
-    **dict.fromkeys(("bf16", "fp16", "amp", "mixed_precision", "dtype"), "precision"),
-    **dict.fromkeys(("workers", "dataloader_num_workers"), "num_workers"),
-    **dict.fromkeys(("dataset", "train_data", "data_dir", "train_file"), "data"),
-    **dict.fromkeys(("val", "eval_data", "validation_data", "validation_file"), "val_data"),
+    **dict.fromkeys(("data_dir", "train_file"), "data"),
+    **dict.fromkeys(("val", "eval_data", "validation_file"), "val_data"),
     **dict.fromkeys(("model_name", "model_name_or_path", "arch", "backbone"), "model"),
-    **dict.fromkeys(("run_name", "experiment"), "name"),
-    **dict.fromkeys(("report_to", "logger"), "log"),
-    **dict.fromkeys(("resume_from_checkpoint", "ckpt_path", "checkpoint"), "resume"),
     **dict.fromkeys(("nproc_per_node", "num_processes", "gpus", "devices", "n_gpus"), "nproc"),
     **dict.fromkeys(("output", "output_file", "o"), "out"),
     **dict.fromkeys(("trials", "num_trials"), "n_trials"),
     "max_seq_length": "max_length",
-    "output_dir": "run_dir",
     "lora_r": "r",
     "lora_alpha": "alpha",
 }  # fmt: skip

@@ -12,12 +12,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainformer.callbacks.base import handlers_of, name_of
+from trainformer.callbacks.base import handlers_of
 from trainformer.checkpointing import Checkpoint, StateComponent
 from trainformer.checkpointing.checkpointer import Assets, Checkpointer, load_components, read_states
 from trainformer.context import PipelineContext
 from trainformer.engine import Control, DataSource, Event, EventBus, Loop, RunState
-from trainformer.engine.metric_values import as_metrics
 from trainformer.loggers.base import BaseLogger, NoOpLogger
 from trainformer.run.context import current_context
 from trainformer.run.failed_evaluation import saved_if_it_fails
@@ -235,10 +234,7 @@ class Run(ABC):
     def add_callback_metrics(self, metrics: dict[str, float], names: Sequence[str] = ()) -> dict[str, float]:
         """The metrics of an evaluation, with those that callbacks compute."""
         self.evaluated_sets = tuple(names) or self.val_sets
-        for callback in self.callbacks:
-            if hasattr(callback, "compute_metrics"):
-                who = f"{name_of(callback)}.compute_metrics"
-                metrics |= as_metrics(callback.compute_metrics(self.owner, metrics), who)
+        metrics = self.callbacks.compute_metrics(self.owner, metrics)
         self._last_metrics = metrics
         return metrics
 

@@ -70,7 +70,7 @@ def read_scalars(scalars: Sequence[Any]) -> list[float]:
 
 def start_reading(scalars: Sequence[Any]) -> Callable[[], list[float] | None]:
     """Start to copy scalars to the host. The result returns their values once all are there, None until then."""
-    arrays = [scalar[0] if type(scalar) is PackedScalar else scalar for scalar in scalars]
+    arrays: list[Any] = [scalar[0] if type(scalar) is PackedScalar else scalar for scalar in scalars]
     pending: list[Any] = [array for array in arrays if isinstance(array, jax.Array)]
     for array in pending:
         array.copy_to_host_async()

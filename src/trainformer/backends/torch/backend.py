@@ -26,7 +26,7 @@ from trainformer.backends.torch import gradients, memory, quantize
 from trainformer.backends.torch.accumulation import AccumulationWindow, MemorySplitter
 from trainformer.backends.torch.active_optimizer import ActiveOptimizer
 from trainformer.backends.torch.coverage import check_optimizer
-from trainformer.backends.torch.eval_outputs import metrics_by_name
+from trainformer.backends.torch.eval_outputs import eval_result, metrics_by_name
 from trainformer.backends.torch.logged_values import StepScope
 from trainformer.backends.torch.modes import frozen_in_eval
 from trainformer.backends.torch.nonfinite import NonFiniteGuard, RunningStatistics
@@ -34,7 +34,7 @@ from trainformer.backends.torch.optimizers import make_optimizer, modules_of, na
 from trainformer.backends.torch.placement import Feeder, RequestFlag, start_copy
 from trainformer.backends.torch.schedules import Schedule
 from trainformer.backends.torch.step_checks import StepChecks
-from trainformer.core.errors import BadArgument, expected
+from trainformer.core.errors import BadArgument
 from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, Mean, StepResult
 from trainformer.engine.metrics import weighted_means
 from trainformer.utils.distributed import padding
@@ -489,29 +489,7 @@ class TorchBackend:
             except Exception as error:
                 self.checks.explain(error, getattr(function, "__name__", "eval_step"), batch)
                 raise
-        rows: dict[str, Any] = {}
-        if batch.size == 0:  # padding: this rank computed a sample of another one to take part in collectives
-            rows_of = {n: v for n, v in outputs.items() if isinstance(v, list) or (isinstance(v, Tensor) and v.ndim)}
-            outputs = {name: value[:0] for name, value in rows_of.items()}
-        size = batch.size
-        for name, value in outputs.items():
-            if isinstance(value, tuple) and len(value) == 2:
-                entries.append(Entry(name, *value, is_mean=False))
-            elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0):
-                entries.append(Entry(name, value, size, is_mean=True))
-            elif isinstance(value, Tensor) and len(value) == size:
-                is_number = value.is_floating_point() or value.dtype == torch.bool
-                if value.ndim == 1 and not self._reduces_rows and is_number:
-                    total = value.double().sum() if value.device.type != "mps" else value.sum()
-                    entries.append(Entry(name, total, size, is_mean=False))
-                rows[name] = value.detach().cpu()
-            elif isinstance(value, list) and len(value) == size:  # tensors of unequal shapes, one per sample
-                rows[name] = [part.detach().cpu() for part in value]
-            else:
-                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                what = f"metric {name!r} to be a scalar, a (sum, weight) pair, or a tensor (or list) with {size} rows"
-                raise BadArgument(expected(what, shape, "Return one of these from the task's step."))
-        return EvalResult(entries, rows)
+        return eval_result(outputs, entries, batch.size, sums_rows=not self._reduces_rows)
 
     # -- scalars and rows ----------------------------------------------------------------------------------
 
