@@ -210,7 +210,7 @@ def test_known_messages_of_other_libraries_are_hidden_and_others_are_not(caplog)
     [
         ("doctor --jsn", "Did you mean --json?"),
         ("evaluate run --batch 3", "Here it is --batch-size."),
-        ("predict run data --batchsize 3", "Did you mean --batch-size?"),
+        ("predict run data --batchsize 3", "Here it is --batch-size."),
         ("resume run --num-epochs 3", "Here it is --epochs."),
         ("launch --nproc-per-node 2 train.py", "Here it is --nproc."),
         ("ckpt list run --jsno", "Did you mean --json?"),

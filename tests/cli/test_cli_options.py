@@ -22,7 +22,7 @@ from trainformer.core.errors import BadArgument
 from trainformer.tasks.vision.ssl.options import DEFAULTS
 
 CLASSES = [
-    name for name in tasks.__all__ if dataclasses.is_dataclass(getattr(tasks, name)) and name not in ("DatasetInfo",)
+    name for name in tasks.__all__ if dataclasses.is_dataclass(getattr(tasks, name)) and name not in ("DatasetInfo", "OptimizerConfig")
 ]
 METHODS = ["simclr", "moco", "byol", "dino", "mae"]
 ADAPTERS = ["LoRA", "QLoRA", "PrefixTuning"]
@@ -315,8 +315,8 @@ def test_a_class_that_is_not_a_dataclass(capsys):
         ("--task=cli_toys:Fitt --data=d", "Did you mean 'Fit'?"),
         ("--task=DPO", "Expected --data (str or object) to train on, received none."),
         ("--task=DPO --data=d --bta=1", "There is no option --bta. Did you mean --beta"),
-        ("--task=DPO --data=d --epoch=1", "Did you mean --epochs"),
-        ("--task=DPO --data=d --trainer.epoch=1", "Did you mean --epochs"),
+        ("--task=DPO --data=d --epoch=1", "Here it is --epochs"),
+        ("--task=DPO --data=d --trainer.epoch=1", "Here it is --epochs"),
         ("--task=DPO --data=d --learning-rate=1", "There is no option --learning-rate. Here it is --lr."),
         ("--task=DPO --data=d --lerning-rate=1", "There is no option --lerning-rate. Did you mean --lr?"),
         ("--task=DPO --data=d --num-epochs=1", "There is no option --num-epochs. Here it is --epochs."),
