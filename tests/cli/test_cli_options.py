@@ -22,7 +22,9 @@ from trainformer.core.errors import BadArgument
 from trainformer.tasks.vision.ssl.options import DEFAULTS
 
 CLASSES = [
-    name for name in tasks.__all__ if dataclasses.is_dataclass(getattr(tasks, name)) and name not in ("DatasetInfo", "OptimizerConfig")
+    name
+    for name in tasks.__all__
+    if dataclasses.is_dataclass(getattr(tasks, name)) and name not in ("DatasetInfo", "OptimizerConfig")
 ]
 METHODS = ["simclr", "moco", "byol", "dino", "mae"]
 ADAPTERS = ["LoRA", "QLoRA", "PrefixTuning"]
