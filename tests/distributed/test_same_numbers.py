@@ -49,7 +49,7 @@ def test_losses_fall_and_every_sample_counts_once_per_epoch(results):
     assert results[4][3]["sets,ddp val/clean/rows"].tolist() == [13] * 8  # every second of 15 steps, and the last
     assert len(results[4][0]["sets,ddp train/lr"].unique()) > 4
     mixed = {key: value for key, value in results[4][0].items() if key.startswith("mixture,fsdp train/")}
-    assert len(mixed) == 10
+    assert len(mixed) == 11
     assert mixed["mixture,fsdp train/passes/short"][-1] > 2  # repeated
     assert results[4][2]["mlp,ddp val/rows"].unique().tolist() == [13]
     assert torch.unique(results[2][0]["mlp,ddp val/ordered"]).numel() == 3  # one evaluation an epoch, each its own

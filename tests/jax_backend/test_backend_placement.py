@@ -32,7 +32,7 @@ def test_rows_are_sharded_over_the_data_axes_and_tokens_counted_on_the_host():
     ids = placed.data["input_ids"]
     assert np.array_equal(ids, batch["input_ids"])
     assert {s.data.shape for s in ids.addressable_shards} == {(2, 6)}
-    assert placed._replace(data=None) == (None, 7, int(batch["attention_mask"].sum()), 1, False, 9, 8)
+    assert placed._replace(data=None) == (None, 7, int(batch["attention_mask"].sum()), 1, False, 9, 8, None)
     del batch["attention_mask"]
     assert Placer(mesh).place(HostBatch(batch, 8)).tokens == 48
     assert Placer(mesh).place(HostBatch({"x": np.ones((8, 2))}, 8)).tokens == 0
