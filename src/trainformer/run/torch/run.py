@@ -29,7 +29,7 @@ from trainformer.run.torch.evaluation import Inputs
 from trainformer.run.torch.exporting import Export
 from trainformer.run.torch.monitors import check_evaluated, check_monitored, check_monitors
 from trainformer.run.torch.provenance import record_config, record_derived
-from trainformer.run.torch.record import with_record
+from trainformer.run.torch.record import RecordedData, with_record
 from trainformer.run.torch.settings import RunSettings
 from trainformer.run.torch.setup import TorchParts, build_run, check_launch
 from trainformer.tasks.base import provides
@@ -87,8 +87,9 @@ class TorchRun(Run):
         self.check_monitors()
 
     def check_monitors(self) -> None:
-        """Raise if something monitors a metric that cannot exist."""
-        check_monitors(self)
+        """Raise if something monitors a metric that cannot exist; a run without its data monitors nothing."""
+        if not isinstance(self.parts.data, RecordedData):
+            check_monitors(self)
 
     def check_monitored(self) -> None:
         check_monitored(self)

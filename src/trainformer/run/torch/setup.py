@@ -115,7 +115,8 @@ def build_run(
             logger.warning(what, settings.sampler, type(task).__name__)
         settings.sampler = None
         del adapted["sampler"]
-    adapted |= adapt_to_validation(settings, loaded, passed)
+    if not isinstance(loaded.train, RecordedData):  # which is for evaluation and prediction only
+        adapted |= adapt_to_validation(settings, loaded, passed)
     if is_mixture and hasattr(task, "per_sample_losses"):
         task.per_sample_losses = True
     declared = _declared_arguments(task)
