@@ -277,10 +277,11 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
                 lookahead=2,  # the backend prefetches one
             )
 
+        train = source(self.dataset_train, True)  # first: it may tell the number of classes
         evaluation: Any = evaluation_sources(lambda dataset: source(dataset, False), self.dataset_eval)
         if list(evaluation) in ([], [""]):
             evaluation = evaluation.get("")
-        return TrainerConfigureDataloaderOutput(source(self.dataset_train, True), evaluation)
+        return TrainerConfigureDataloaderOutput(train, evaluation)
 
     def configure_model(self) -> TrainerConfigureModelOutput:
         """The model and its train state, sharded over the mesh."""
