@@ -16,6 +16,7 @@ from trainformer.live.server import Request, apply
 from trainformer.report.reading import read_run
 from trainformer.report.series import group_plots
 from trainformer.run import run_of
+from trainformer.run.validation_sets import validation_sets
 
 TRAIN = TensorDataset(*classes(24))
 CLEAN, SHIFTED = classes(13, seed=1), (classes(9, seed=2)[0] + 0.7, classes(9, seed=2)[1])
@@ -407,3 +408,9 @@ def test_an_empty_stream_is_named():
 
     with pytest.raises(DataError, match="'nothing' to have metrics"):
         trainer({"clean": CLEAN, "nothing": Nothing()}).fit()
+
+
+def test_a_list_of_long_texts_is_one_dataset():
+    """As a path, each of them would be longer than file systems allow."""
+    texts = ["word " * 120, "another " * 90]
+    assert validation_sets(texts) == {"": texts}

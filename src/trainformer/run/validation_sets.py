@@ -7,6 +7,7 @@ called ``clean`` are ``val/clean/loss``.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -51,7 +52,7 @@ def validation_sets(data: Any, argument: str = "val_data", nests: bool = False) 
 def _is_dataset(part: Any) -> bool:
     """Whether an item of a list is a dataset (or a path to one) rather than a sample. Tuples of tensors may be both."""
     if isinstance(part, str | Path):
-        return len(str(part)) < 1000 and Path(part).exists()  # a list of texts is a dataset
+        return os.path.exists(part)  # a list of texts is a dataset
     is_sample = isinstance(part, tuple | list | Mapping) or hasattr(part, "dtype")
     return not is_sample and (hasattr(part, "__getitem__") or hasattr(part, "__iter__")) and hasattr(part, "__len__")
 
