@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 from several_optimizers import FILES, found, make_trainer
-from trainformer import Loss, OptimizerConfig, Trainer
+from trainformer import Loss, Mixture, OptimizerConfig, Trainer
 from trainformer.callbacks import EMA, GradientMonitor, LRFinder, LRMonitor, Throughput
 from trainformer.core.errors import BadArgument, DataError, NonFiniteError
 from trainformer.run import run_of
@@ -556,3 +556,25 @@ def test_monitors_work_with_several_optimizers():
     trainer.fit()
     assert "train/steps_per_second" in trainer.state.log_history[-1]
     assert list(trainer.active_optimizers) == ["critic", "generator"]
+
+
+def test_several_optimizers_on_a_mixture_with_two_validation_sets():
+    class Logged(Functions):
+        def critic_step(self, batch):
+            self.log("mine", 3.0)
+            loss = super().critic_step(batch)
+            return Loss(loss.sum, loss.weight, per_sample=loss.sum.expand(len(batch[0])) / len(batch[0]))
+
+    a, b = data(40), data(20)
+    trainer = Trainer(
+        Logged(scheduler={"name": "ReduceLROnPlateau", "patience": 0, "threshold": 10.0, "monitor": "val/b/loss"}),
+        Mixture({"a": a, "b": b}),
+        {"a": a, "b": b},
+        **{**QUIET, "epochs": 3, "batch_size": 10, "warmup_ratio": 0.0},
+    )
+    trainer.fit()
+    last = next(record for record in reversed(trainer.state.log_history) if "train/loss" in record)
+    assert {"train/critic/loss/a", "train/share/a", "train/passes/b", "train/generator/loss"} <= last.keys()
+    assert last["train/mine"] == 3.0
+    assert last["train/share/a"] == pytest.approx(2 / 3, abs=0.1)
+    assert trainer.active_optimizers["critic"].param_groups[0]["lr"] < 1e-2  # the plateau of val/b/loss

@@ -313,7 +313,8 @@ def checked_configs(task: Any) -> dict[str, OptimizerConfig]:
 
 def named_entries(entries: Iterable[Entry], name: str, is_loss: bool) -> list[Entry]:
     """Entries under the name of their optimizer; `is_loss`: its loss is also the loss of the step."""
-    made = [entry._replace(name=f"{name}/{entry.name}") for entry in entries]
+    # Shares of the sources of a mixture belong to the step: they are the same for all optimizers.
+    made = [e if e.name.startswith("share/") else e._replace(name=f"{name}/{e.name}") for e in entries]
     return made + [entry for entry in entries if is_loss and entry.name == "loss"]
 
 
