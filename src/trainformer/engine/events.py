@@ -17,7 +17,7 @@ class Event(enum.Enum):
         EPOCH_BEGIN (epoch)                also when a run resumes in the middle of an epoch
         for each optimizer step:
             STEP_BEGIN (step)              steps done before this one
-            for each micro-batch:
+            for each micro-batch:          with several optimizers: these three once for each update
                 SUBSTEP_END (step)         gradients of one micro-batch were accumulated
             BEFORE_OPTIMIZER_STEP (step)   gradients are complete and clipped, weights are still the old ones
             AFTER_OPTIMIZER_STEP (step)    weights are new, gradients are still there
