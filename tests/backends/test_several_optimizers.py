@@ -578,3 +578,23 @@ def test_several_optimizers_on_a_mixture_with_two_validation_sets():
     assert last["train/mine"] == 3.0
     assert last["train/share/a"] == pytest.approx(2 / 3, abs=0.1)
     assert trainer.active_optimizers["critic"].param_groups[0]["lr"] < 1e-2  # the plateau of val/b/loss
+
+
+@pytest.mark.parametrize("kind", [Functions, Yields, Manual])
+def test_a_skipped_update_leaves_no_nan_in_running_statistics(kind):
+    class Normed(kind):
+        calls = 0
+
+        def __init__(self):
+            super().__init__()
+            self.critic.insert(0, nn.BatchNorm1d(4).double())
+
+        def critic_loss(self, batch):
+            self.calls += 1
+            return super().critic_loss((batch[0] * (math.nan if self.calls == 3 else 1.0), batch[1]))
+
+    task = Normed()
+    trainer = make(task, max_steps=6, nonfinite="skip")
+    trainer.fit()
+    assert run_of(trainer).backend.guard.skipped == 1
+    assert all(torch.isfinite(value).all() for value in task.critic.state_dict().values())

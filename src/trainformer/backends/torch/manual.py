@@ -113,6 +113,7 @@ class ManualOptimization(SeveralOptimizers):
     def accumulate(self, batch: DeviceBatch) -> bool:
         """Call `manual_step`."""
         self._batch, self._entries, self._result = batch, [], None
+        self._keep_statistics()
         try:
             with self._forward(batch.size):
                 metrics = self.task.manual_step(batch.data, dict(self.handles))
@@ -158,6 +159,11 @@ class ManualOptimization(SeveralOptimizers):
         SeveralOptimizers.finish(self)
         result = SeveralOptimizers.update(self, 0)
         assert self._result is result
+        self._keep_statistics()  # for the next update of this step
+
+    def _keep_statistics(self) -> None:
+        if self._statistics is not None:
+            self._statistics.keep()
 
     def finish(self) -> bool:
         """Nothing to do: the task has taken its steps."""
