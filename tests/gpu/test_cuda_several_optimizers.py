@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from several_optimizers import several_optimizers
-from trainformer import Trainer
+from trainformer import OptimizerConfig, Trainer
 from trainformer.run import run_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -106,3 +106,38 @@ def test_compiled_models():
     for one in (made, plain):
         one.fit()
     assert max((a - b).abs().max().item() for a, b in zip(weights(made), weights(plain), strict=True)) < 1e-3
+
+
+class Manual:
+    """Two optimizers stepped by hand, with BatchNorm and one loss that is not finite."""
+
+    def __init__(self, bad=None):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 1)
+        self.calls, self.bad = 0, bad
+
+    def configure_optimizers(self):
+        return {"model": OptimizerConfig(params=self.model), "head": OptimizerConfig(params=self.head)}
+
+    def manual_step(self, batch, optimizers):
+        for name in optimizers:
+            self.calls += 1
+            x = batch[0] * (math.nan if self.calls == self.bad else 1.0)
+            optimizers[name].backward(self.head(self.model(x)).square().mean())
+            optimizers[name].step()
+        return {"mean": batch[0].mean()}
+
+    def eval_step(self, batch):
+        return {"loss": self.head(self.model(batch[0])).square().mean()}
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("bad", [None, 13])
+def test_manual_optimization_does_not_synchronise(precision, bad):
+    options = {**QUIET, "batch_size": 8, "log_every": 10, "max_steps": 24, "nonfinite": "skip", "precision": precision}
+    made = Trainer(Manual(bad), (torch.randn(64, 4),), callbacks=[NoSync()], **options)
+    made.fit()
+    state = {**made.task.model.state_dict(), **made.task.head.state_dict()}
+    assert all(torch.isfinite(value).all() for value in state.values())
+    assert run_of(made).backend.guard.skipped == (bad is not None)
