@@ -216,7 +216,11 @@ def test_rows_to_predict_may_lack_the_target():
 
 def test_dates_can_be_ignored():
     data = frame().assign(day=pd.Timestamp("2024-01-01"))
-    Trainer(TabularRegression(target="price", ignore=["day"]), data, val_split=0.2, **settings()).fit()
+    ignoring = TabularRegression(target="price", ignore=["day"])
+    trainer = Trainer(ignoring, data, val_split=0.2, **settings()).fit()
+    without = Trainer(TabularRegression(target="price"), data.drop(columns="day"), val_split=0.2, **settings()).fit()
+    wanted = [row["prediction"].item() for row in without.predict(data.drop(columns="day"))]
+    assert [row["prediction"].item() for row in trainer.predict(data)] == wanted
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ from trainformer.backends.torch.logged_values import StepScope
 from trainformer.backends.torch.modes import frozen_in_eval
 from trainformer.backends.torch.nonfinite import NonFiniteGuard, RunningStatistics
 from trainformer.backends.torch.optimizers import make_optimizer, modules_of, named_parameters
-from trainformer.backends.torch.placement import Feeder, RequestFlag, start_copy
+from trainformer.backends.torch.placement import Feeder, RequestFlag
+from trainformer.backends.torch.scalars import DeviceScalars
 from trainformer.backends.torch.schedules import Schedule
 from trainformer.backends.torch.step_checks import StepChecks
 from trainformer.core.errors import BadArgument
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from trainformer.run.torch.settings import RunSettings
 
 
-class TorchBackend:
+class TorchBackend(DeviceScalars):
     """The torch side of a run. `reduces_rows`: whether the task reduces per-sample rows itself."""
 
     def __init__(self, task: Any, settings: RunSettings, strategy: Strategy, reduces_rows: bool = True) -> None:
@@ -63,7 +64,6 @@ class TorchBackend:
         self.device = self.strategy.setup_environment(settings.device, settings.rank_timeout)
         self.process_group = self.strategy.process_group
         self._is_single = self.process_group.is_single_process
-        self._wide = torch.float32 if self.device.type == "mps" else torch.float64  # to add up scalars in
         self.fp8 = quantize.fp8_recipe_of(settings.precision, settings.fp8_recipe)
         self.precision = memory.make_precision(settings.precision, self.device, fp8=self.fp8 is not None)
         if self.fp8 is not None:
@@ -71,7 +71,7 @@ class TorchBackend:
         self.guard = NonFiniteGuard(settings.nonfinite, self.device)
         # A rank that runs out of memory cannot repeat its step alone: the others are waiting in the all-reduce.
         self.splitter = MemorySplitter(settings.oom if self._is_single else "raise")
-        self.replaced = self._replace_layers()
+        self.replaced = quantize.replace_layers(task.model, settings, self.fp8)
         self._place_model()
         self._frozen_in_eval = frozen_in_eval(task)
         named = named_parameters(task)
@@ -111,28 +111,9 @@ class TorchBackend:
     # -- set-up --------------------------------------------------------------------------------------------
 
     def _place_model(self) -> None:
-        settings, model = self.settings, self.task.model
-        if settings.channels_last:
-            model.to(memory_format=torch.channels_last)
-        if settings.gradient_checkpointing:
-            memory.enable_gradient_checkpointing(model)
-        if settings.compile:
-            # In place: class and state dict keys stay, so checkpoints of compiled and eager runs are the same.
-            choice = settings.compile
-            given = dict(choice) if isinstance(choice, Mapping) else {"mode": choice} if isinstance(choice, str) else {}
-            model.compile(**given)
+        memory.prepare_model(self.task.model, self.settings)
         self.strategy.precision = self.precision.name
         self.strategy.prepare(self.task, self.device)
-
-    def _replace_layers(self) -> str:
-        """Replace linear layers by fp8 or fake-quantized ones. Returns a description."""
-        settings, model = self.settings, self.task.model
-        if self.fp8 is not None:
-            return f"fp8 ({self.fp8}) in {quantize.use_fp8(model, self.fp8, settings.fp8_dim_alignment)}"
-        if settings.qat_recipe is not None:
-            recipe = quantize.recipe_named(settings.qat_recipe, "qat_recipe")
-            return f"quantization-aware training for {recipe.name}: {quantize.prepare_qat(model, recipe)}"
-        return ""
 
     def _make_optimizers(self) -> dict[str, ActiveOptimizer]:
         settings = self.settings
@@ -144,13 +125,8 @@ class TorchBackend:
         # Trainable parameters outside a user's optimizer would accumulate gradients: those are dropped too.
         optimized = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         self.parameters = list(({id(p): p for p in self.parameters} | optimized).values())
-        active = ActiveOptimizer(
-            optimizer,
-            self.parameters,
-            settings,
-            scheduler=settings.scheduler,
-            gradient_clip=settings.gradient_clip,
-        )
+        scheduler, clip = settings.scheduler, settings.gradient_clip
+        active = ActiveOptimizer(optimizer, self.parameters, settings, scheduler=scheduler, gradient_clip=clip)
         return {"": active}
 
     @property
@@ -490,29 +466,6 @@ class TorchBackend:
                 self.checks.explain(error, getattr(function, "__name__", "eval_step"), batch)
                 raise
         return eval_result(outputs, entries, batch.size, sums_rows=not self._reduces_rows)
-
-    # -- scalars and rows ----------------------------------------------------------------------------------
-
-    def read(self, scalars: Sequence[Any]) -> list[float]:
-        """Values of tensors and numbers, in one transfer to the host."""
-        tensors = [s.detach().reshape(()) for s in scalars if isinstance(s, Tensor)]
-        if not tensors:
-            return [float(s) for s in scalars]
-        home = self.device if any(t.device == self.device for t in tensors) else tensors[0].device
-        values = iter(torch.stack([t.to(home, self._wide, non_blocking=True) for t in tensors]).tolist())
-        return [next(values) if isinstance(s, Tensor) else float(s) for s in scalars]
-
-    def start_read(self, scalars: Sequence[Any]) -> Callable[[], list[float] | None]:
-        """Start to copy tensors to the host; see `placement.start_copy`."""
-        return start_copy([torch.as_tensor(s).detach().reshape(()) for s in scalars], self.device)
-
-    def fold(self, scalars: Sequence[Any]) -> Any:
-        """The sum of tensors and numbers, still on the device."""
-        tensors = [s.detach() for s in scalars if isinstance(s, Tensor)]
-        numbers = sum(s for s in scalars if not isinstance(s, Tensor))
-        if not tensors:
-            return numbers
-        return torch.stack([t.to(self.device, self._wide) for t in tensors]).sum() + numbers
 
     def join_rows(self, pieces: list[Any]) -> Any:
         """Rows of all batches, in order. A task may override how rows of unequal length are joined."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainformer.core.errors import BadArgument, expected
+
+if TYPE_CHECKING:
+    from trainformer.run.torch.settings import RunSettings
 
 _NAMES = {
     "auto": "auto",
@@ -83,6 +86,19 @@ def enable_gradient_checkpointing(model: Any) -> None:
         what = "a model with gradient_checkpointing_enable() (transformers) or set_grad_checkpointing() (timm)"
         do = "Set gradient_checkpointing=False, or give the model one of these methods."
         raise BadArgument(expected(what, type(model).__name__, do))
+
+
+def prepare_model(model: Any, settings: RunSettings) -> None:
+    """Apply memory format, gradient checkpointing and compilation to a model, in place."""
+    if settings.channels_last:
+        model.to(memory_format=torch.channels_last)
+    if settings.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    if settings.compile:
+        # In place: class and state dict keys stay, so checkpoints of compiled and eager runs are the same.
+        choice = settings.compile
+        given = dict(choice) if isinstance(choice, Mapping) else {"mode": choice} if isinstance(choice, str) else {}
+        model.compile(**given)
 
 
 def sdpa_backends(choice: SdpaChoice) -> list[SDPBackend]:

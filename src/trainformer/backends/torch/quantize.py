@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from trainformer.adapters.targets import head_names, linear_names
 from trainformer.backends.torch.state import capture_random, restore_random
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
+
+if TYPE_CHECKING:
+    from trainformer.run.torch.settings import RunSettings
 
 #: From the fastest to the most accurate.
 FP8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -208,6 +211,16 @@ def check_fp8_device(device: torch.device) -> None:
 def is_emulated() -> bool:
     """Whether fp8 is emulated."""
     return os.environ.get(EMULATE, "0") not in ("", "0")
+
+
+def replace_layers(model: nn.Module, settings: RunSettings, fp8: str | None) -> str:
+    """Replace linear layers by fp8 or fake-quantized ones, as the settings say. Returns a description."""
+    if fp8 is not None:
+        return f"fp8 ({fp8}) in {use_fp8(model, fp8, settings.fp8_dim_alignment)}"
+    if settings.qat_recipe is not None:
+        recipe = recipe_named(settings.qat_recipe, "qat_recipe")
+        return f"quantization-aware training for {recipe.name}: {prepare_qat(model, recipe)}"
+    return ""
 
 
 def use_fp8(model: nn.Module, recipe: str, alignment: int = _FP8_MULTIPLE) -> Layers:

@@ -33,6 +33,7 @@ from trainformer.models.detection import (
 from trainformer.tasks.export_limits import WeightsOnly
 from trainformer.tasks.vision.base import VisionTask, fingerprint, image_size_of
 from trainformer.tasks.vision.box_augment import BoxAugment, BoxTransform, check_box_augment
+from trainformer.tasks.vision.class_names import ClassNamesInState
 from trainformer.tasks.vision.joint_augment import fitted_size
 
 _FILE_SIZE = (640, 640)  # of pictures from files, if nothing else is asked for
@@ -41,7 +42,7 @@ _TRUE = ("boxes", "labels", "iscrowd", "area")
 
 
 @dataclass(eq=False)
-class ObjectDetection(VisionTask):
+class ObjectDetection(ClassNamesInState, VisionTask):
     """Find objects as boxes with a class.
 
     `backbone` is one of torchvision's detectors (`fasterrcnn_resnet50_fpn`, `fasterrcnn_mobilenet_v3_large_320_fpn`,
@@ -291,16 +292,6 @@ class ObjectDetection(VisionTask):
 
     def export_module(self, model: nn.Module) -> nn.Module:
         return WeightsOnly(model, "a list of images")
-
-    def config_dict(self) -> dict[str, Any]:
-        return super().config_dict() | {"class_names": self.class_names}
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"class_names": self.class_names}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.class_names = state["class_names"]
 
 
 def _by_image(columns: dict[str, list[Tensor]]) -> list[dict[str, Tensor]]:

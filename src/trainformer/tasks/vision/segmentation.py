@@ -29,6 +29,7 @@ from trainformer.models.heads import single_sample_batchnorm
 from trainformer.models.segmentation import SEGMENTATION_MODELS, build_segmentation, resize_logits
 from trainformer.tasks.vision.base import VisionTask, fingerprint, image_size_of
 from trainformer.tasks.vision.checks import given_weights, image_problems
+from trainformer.tasks.vision.class_names import ClassNamesInState
 from trainformer.tasks.vision.joint_augment import JointAugment, JointTransform, check_joint_augment, fitted_size
 
 _FILE_SIZE = (512, 512)  # of pictures from files, if nothing else is asked for
@@ -36,7 +37,7 @@ _LOSSES = {"ce": (1.0, 0.0), "ce+dice": (1.0, 1.0), "dice": (0.0, 1.0)}
 
 
 @dataclass(eq=False)
-class SemanticSegmentation(VisionTask):
+class SemanticSegmentation(ClassNamesInState, VisionTask):
     """Assign a class to each pixel.
 
     `backbone` is one of torchvision's segmentation models (`deeplabv3_resnet50`, `deeplabv3_mobilenet_v3_large`,
@@ -311,16 +312,6 @@ class SemanticSegmentation(VisionTask):
     def export_module(self, model: nn.Module) -> nn.Module:
         """A module that returns logits in the size of the images."""
         return _Logits(model)
-
-    def config_dict(self) -> dict[str, Any]:
-        return super().config_dict() | {"class_names": self.class_names}
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"class_names": self.class_names}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.class_names = state["class_names"]
 
 
 class _Logits(nn.Module):
