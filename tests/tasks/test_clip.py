@@ -371,14 +371,14 @@ def test_what_is_written_down() -> None:
 
 @pytest.mark.slow
 def test_new_images_of_shapes_find_their_captions_and_are_found() -> None:
-    """200 different captions, ten images of each to train on, and 200 new images: 300 steps of 64."""
+    """200 different captions, ten images of each to train on, and 200 new images: 400 steps of 64."""
     torch.set_num_threads(1)
     sharp = config()
     sharp.vision_config.patch_size = 4
     task = CLIP(sharp, processor=processor())
     train, new = shapes.Pairs(times=10, seed=1), shapes.Pairs(seed=2)
     trainer = Trainer(
-        task, train, val_data=new, max_steps=300, batch_size=64, lr=2e-3, eval_every="300steps", log="none", save_best=0
+        task, train, val_data=new, max_steps=400, batch_size=64, lr=2e-3, eval_every="400steps", log="none", save_best=0
     )
     before = trainer.evaluate()
     trainer.fit()
@@ -386,7 +386,7 @@ def test_new_images_of_shapes_find_their_captions_and_are_found() -> None:
     print({name: round(value, 3) for name, value in found.items()})
     for way in ("image_to_text", "text_to_image"):
         assert before[f"val/{way}_recall@1"] < 0.05
-        assert found[f"val/{way}_recall@1"] >= 0.38
+        assert found[f"val/{way}_recall@1"] >= 0.45
         assert found[f"val/{way}_recall@5"] >= 0.9
         assert found[f"val/{way}_median_rank"] <= 2
     colours = task.zero_shot(new.images, list(shapes.COLOURS), "a {} circle in the middle").argmax(1)
