@@ -342,10 +342,11 @@ def test_data_without_anything_to_train_on_is_an_error(tmp_path: Path) -> None:
 def test_a_bad_record_is_named_by_its_number(workers: int, tmp_path: Path) -> None:
     records = raw_records()
     records[123] = {"input_ids": [-4]}
+    before = set(multiprocessing.active_children())  # other tests' loaders, not yet collected
     with pytest.raises(DataError, match=r"Record 123: .*received -4"):
         tokenize(records, raw(), cache_dir=tmp_path, workers=workers)
     assert not [path for path in tmp_path.iterdir() if not path.name.endswith(".lock")]
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_a_bad_record_of_a_file_is_named_by_its_line(tmp_path: Path) -> None:
