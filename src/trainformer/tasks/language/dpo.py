@@ -6,18 +6,14 @@ Both answers of a pair share one forward pass. The reference model never changes
 
 from __future__ import annotations
 
-import copy
-import hashlib
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainformer.adapters.base import adapted_model
-from trainformer.core import BadArgument, DataError, Loss
+from trainformer.core import BadArgument, Loss
 from trainformer.core.errors import check_choice, expected
 from trainformer.data.text.collate import pad
 from trainformer.data.text.prepare import PairEncoder, Pairs, preference_tokens
@@ -30,19 +26,17 @@ from trainformer.losses.preference import (
     preference_rewards,
     simpo_loss,
 )
-from trainformer.losses.tokens import SequenceLogProbs, sequence_log_probs
-from trainformer.models.language import OutputStates, load_model
-from trainformer.models.modes import eval_mode
+from trainformer.losses.tokens import SequenceLogProbs
 from trainformer.tasks.language.base import GenerationMixin, data_name
+from trainformer.tasks.language.reference import AnswerScorer, ReferenceMixin, is_base
 
 _BETAS = {"sigmoid": 0.1, "ipo": 0.1, "hinge": 0.1, "orpo": 0.1, "simpo": 2.0}  # as in their papers
 _REFERENCE_FREE = ("orpo", "simpo")
 _PER_TOKEN = ("ipo", "orpo", "simpo")  # these use the mean log probability per token, the others the sum
-_SAMPLED = 256  # elements of each tensor in the digest of a reference
 
 
 @dataclass(eq=False)
-class DPO(GenerationMixin):
+class DPO(ReferenceMixin, GenerationMixin):
     """Train a causal language model to prefer the chosen of two answers.
 
     Records have a `prompt`, a `chosen` and a `rejected` answer, as texts or messages; if both answers are whole
@@ -80,95 +74,22 @@ class DPO(GenerationMixin):
         check_label_smoothing(self.label_smoothing, "sigmoid" if self.loss == "simpo" else self.loss)
         if self.truncation == "split":
             raise BadArgument(expected("truncation to be 'auto', 'truncate' or 'drop'", "split"))
-        self._check_reference()
-        self._reference: nn.Module | None = None
-        self._reference_digest: str | None = None
-        self._policy_scores = _Scorer(self.chunk_tokens)
-        self._reference_scores = _Scorer(self.chunk_tokens)
+        self._check_reference_free()
+        self._init_reference()
+        self._policy_scores = AnswerScorer(self.chunk_tokens)
+        self._reference_scores = AnswerScorer(self.chunk_tokens)
 
-    def _check_reference(self) -> None:
-        if self.loss in _REFERENCE_FREE:
-            if self.reference is not None and not _is_base(self.reference):
-                raise BadArgument(expected(f"no reference with loss={self.loss!r}", self.reference, "Leave it out."))
-            return
-        if self.reference is None:
+    def _check_reference_free(self) -> None:
+        if not self.needs_reference and self.reference is not None and not is_base(self.reference):
+            raise BadArgument(expected(f"no reference with loss={self.loss!r}", self.reference, "Leave it out."))
+        if self.needs_reference and self.reference is None:
             do = "Leave it out, or pass loss='orpo' or 'simpo', which need none."
             raise BadArgument(expected(f"a reference with loss={self.loss!r}", None, do))
-        if not isinstance(self.reference, str | Path | nn.Module):
-            received = type(self.reference).__name__
-            raise BadArgument(expected("reference to be 'base', a model, or the name or folder of one", received))
-        if self.reference is self.model_name and isinstance(self.reference, nn.Module):
-            do = "Pass reference='base' for a frozen copy."
-            raise BadArgument(expected("a reference other than the model that is trained", "the same object", do))
-        if self._disables_adapter and getattr(self.adapter, "bias", "none") != "none":
-            raise BadArgument(
-                "Expected an adapter that can be disabled for the reference, received one that trains biases of the "
-                "model itself. Pass bias='none', or a reference: reference=<name or folder of the model>."
-            )
-
-    # -- model and reference -------------------------------------------------------------------------------
 
     @property
     def needs_reference(self) -> bool:
         """Whether the loss uses a reference model."""
         return self.loss not in _REFERENCE_FREE
-
-    @property
-    def _disables_adapter(self) -> bool:
-        """Whether the reference is the model with its adapter disabled."""
-        return self.needs_reference and self.adapter is not None and _is_base(self.reference)
-
-    def _load(self) -> nn.Module:
-        model = super()._load()
-        self._build_reference(model)
-        return model
-
-    def configure(self, info: Any) -> None:
-        """Load the model and the reference now, after seeding."""
-        super().configure(info)
-        self._build_reference(self.model)  # if the user has set `model`
-
-    def _build_reference(self, model: nn.Module) -> None:
-        """Build the reference once, before the first step."""
-        if not self.needs_reference or self._reference_digest is not None:
-            return
-        if self._disables_adapter:
-            self._reference_digest = _digest(model, frozen_only=True)
-            return
-        if _is_base(self.reference):
-            reference = copy.deepcopy(model)
-        else:
-            dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-            reference = load_model(self.reference, self.kind, dtype=dtype, **self._load_options())
-            self._fit_vocabulary(reference)
-        self._reference = reference.requires_grad_(False).eval()
-        self._reference_digest = _digest(reference)
-
-    def set_train_mode(self, train: bool) -> None:
-        """Keep the reference in eval mode."""
-        self.model.train(train)
-        if self._reference is not None:
-            self._reference.eval()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"reference": self._reference_digest}
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        if self.needs_reference and state.get("reference") not in (None, self._reference_digest):
-            raise DataError(
-                "Expected the reference model that the run started with, received another one. Pass the same "
-                "model_name and reference, with the same weights."
-            )
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Only check the digest: the reference is rebuilt from its source."""
-        self.check_state(state)
-
-    def config_dict(self) -> dict[str, Any]:
-        config = super().config_dict()
-        if isinstance(self.reference, nn.Module):
-            config["reference"] = type(self.reference).__name__
-        return config
 
     # -- data ----------------------------------------------------------------------------------------------
 
@@ -231,44 +152,9 @@ class DPO(GenerationMixin):
 
     @torch.no_grad()
     def _reference_log_probs(self, pairs: Mapping[str, Tensor]) -> Tensor:
-        # Runs before the policy's forward pass: disabling and enabling an adapter resets requires_grad.
-        if not self._disables_adapter:
-            assert self._reference is not None, "configure() builds the reference"
-            return self._of_pairs(self._reference_scores(self._reference, pairs))
-        with eval_mode(self.model), adapted_model(self.model).disable_adapter():
-            return self._of_pairs(self._reference_scores(self.model, pairs))
+        with self.reference_model() as model:
+            return self._of_pairs(self._reference_scores(model, pairs))
 
     def check_batch(self, batch: Any) -> list[str]:
         supervised = (batch["labels"][..., 1:] != -100).any(-1)
         return [] if bool(supervised.all()) else ["An answer of the batch has no token to learn: all labels are -100."]
-
-
-class _Scorer:
-    """Log probabilities of the answers under a model, with logits in chunks if the model allows it."""
-
-    def __init__(self, chunk_tokens: int | None) -> None:
-        self._states = OutputStates(chunk_tokens)
-
-    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> SequenceLogProbs:
-        # No attention mask: padding is on the right, where no token of a causal model attends.
-        states, head = self._states(model, {"input_ids": batch["input_ids"]})
-        if head is None:
-            return sequence_log_probs(states, batch["labels"])
-        layer: dict[str, Any] = {"weight": head.weight, "bias": head.bias, "chunk_tokens": self._states.chunk_tokens}
-        return sequence_log_probs(states, batch["labels"], **layer)
-
-
-def _is_base(reference: Any) -> bool:
-    return isinstance(reference, str) and reference == "base"
-
-
-def _digest(model: nn.Module, frozen_only: bool = False) -> str:
-    """Identify a model by some elements of each parameter, bit by bit. It changes with a training step."""
-    digest = hashlib.blake2b(digest_size=16)
-    for parameter in model.parameters():
-        if (frozen_only and parameter.requires_grad) or not parameter.is_floating_point():
-            continue  # adapter weights; and packed 4-bit weights, which devices may round differently
-        flat = parameter.detach().reshape(-1)
-        some = flat[:: max(1, flat.numel() // _SAMPLED)].contiguous().cpu()
-        digest.update(some.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
