@@ -228,7 +228,7 @@ def with_trainformer(args: argparse.Namespace) -> None:
         def on_step_end(self, trainer: Any, step: int, loss: Any) -> None:
             meter.step(step)
             if meter.is_late:
-                trainer.request_stop()
+                trainer.stop("out of time")
 
     task = CausalLM(
         model, max_length=args.length, tokenizer=str(args.out / "data" / "tokenizer"), z_loss=args.z_loss,
