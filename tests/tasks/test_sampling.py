@@ -46,7 +46,8 @@ def test_a_row_depends_on_its_prompt_and_seed_alone(model):
     for row, seed, found in zip(rows, seeds, together, strict=True):
         alone = sample(model, [row], [seed])[0]
         mask = completion_mask(found[None], [STOP])[0]
-        assert torch.equal(alone, found[: len(alone)]) and not mask[len(alone) :].any()
+        assert torch.equal(alone, found[: len(alone)])
+        assert not mask[len(alone) :].any()
         assert (found[~mask] == PAD).all()
 
 
@@ -71,7 +72,8 @@ def test_top_k_and_greedy_never_leave_the_most_likely_tokens(model):
 def test_a_later_turn_goes_on_with_the_random_numbers(model):
     whole = sample(model, [[5, 6]], [7])[0]
     first = sample(model, [[5, 6]], [7], max_new_tokens=4)[0]
-    assert torch.equal(first, whole[:4]) and len(whole) > 6
+    assert torch.equal(first, whole[:4])
+    assert len(whole) > 6
     rest = sample(model, [[5, 6, *first.tolist()]], [7], drawn=torch.tensor([4]), max_new_tokens=len(whole) - 4)[0]
     assert torch.equal(rest, whole[4:])
 
@@ -98,7 +100,9 @@ def test_an_adapted_model_samples_like_the_plain_one_it_equals(model):
 
 def test_numbers_are_uniform_and_bad_options_are_refused():
     numbers = row_numbers(torch.arange(100), 100)
-    assert abs(float(numbers.mean()) - 0.5) < 0.02 and float(numbers.min()) >= 0 and float(numbers.max()) < 1
+    assert abs(float(numbers.mean()) - 0.5) < 0.02
+    assert float(numbers.min()) >= 0
+    assert float(numbers.max()) < 1
     for wrong in ({"temperature": -1}, {"top_p": 0}, {"top_k": 0}, {"min_p": 2}, {"repetition_penalty": 0}):
         with pytest.raises(BadArgument, match=next(iter(wrong))):
             SamplingOptions(**wrong)

@@ -28,8 +28,8 @@ class SamplingOptions:
     Nothing is taken from the model's own generation config but its stop tokens: a repetition penalty there, for
     example, would sample from another distribution than the one that is trained. ``temperature=0`` is greedy.
 
-    >>> SamplingOptions(max_new_tokens=16, top_p=0.9)
-    SamplingOptions(max_new_tokens=16, temperature=1.0, top_k=None, top_p=1.0, min_p=None, repetition_penalty=1.0)
+    >>> SamplingOptions(max_new_tokens=16).temperature
+    1.0
     """
 
     max_new_tokens: int = 256
@@ -74,14 +74,14 @@ def sample_tokens(
     """
     if seeds.shape != (len(input_ids),):
         raise BadArgument(expected(f"one seed per prompt, ({len(input_ids)},)", tuple(seeds.shape)))
-    model = unwrap_model(model)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of a PeftModel
+    inner: Any = unwrap_model(model)
+    base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # of a PeftModel
     processors = _processors(options)
     if options.temperature > 0:
         numbers = row_numbers(seeds, options.max_new_tokens, drawn).to(input_ids.device)
         processors.append(_InverseSampling(numbers, input_ids.shape[1]))
-    with eval_mode(model), _plain_generation(base, options, stop_ids, pad_id):
-        found = model.generate(  # type: ignore[operator]
+    with eval_mode(inner), _plain_generation(base, options, stop_ids, pad_id):
+        found = inner.generate(
             input_ids=input_ids, attention_mask=attention_mask, logits_processor=processors, synced_gpus=synced_gpus
         )
     return found[:, input_ids.shape[1] :]
