@@ -28,7 +28,8 @@ def use_padding_row(model: Any, tokenizer: Any, *, is_new: bool) -> None:
     if not is_new:
         logger.warning(
             "token %d pads and also ends or begins texts, but its embedding is zero and is not trained (padding_idx): "
-            "a sequence that starts with it can make gradients overflow. Build the model with pad_token_id=None.", index,
+            "a sequence that starts with it can make gradients overflow. Build the model with pad_token_id=None.",
+            index,
         )  # fmt: skip
         return
     embedding.padding_idx = None
