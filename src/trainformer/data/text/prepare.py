@@ -13,11 +13,11 @@ import numpy as np
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.dataset import normalize_index
 from trainformer.data.labels import is_stream
-from trainformer.data.text.chat import common_prefix
 from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, EncodingReport, ErrorContext
 from trainformer.data.text.messages import with_system
 from trainformer.data.text.packing import PackedDataset
 from trainformer.data.text.records import StandardRecords
+from trainformer.data.text.rendering import common_prefix
 from trainformer.data.text.sources import load_text
 from trainformer.data.text.store import StoreView, TokenStore, tokenize
 from trainformer.data.text.streams import TokenStream
