@@ -21,7 +21,7 @@ import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.data.text.chat import ChatRenderer, locate
-from trainformer.data.text.messages import decoded, with_system
+from trainformer.data.text.messages import check_template_options, check_tools, with_system
 
 ErrorContext = Callable[[int], AbstractContextManager[None]]
 
@@ -287,8 +287,8 @@ class Encoder:
         ids, supervised = self._renderer.encode(
             record["messages"],
             since=None if self.train_on == "all" else since,
-            tools=decoded(record.get("tools") or None, "a list of tools"),
-            options=decoded(record.get("chat_template_kwargs") or None, "chat_template_kwargs"),
+            tools=check_tools(record.get("tools")),
+            options=check_template_options(record.get("chat_template_kwargs")),
         )
         return Encoded(ids, np.where(supervised, ids, np.int32(IGNORE_INDEX)))
 

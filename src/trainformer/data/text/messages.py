@@ -79,20 +79,29 @@ def template_fields(tools: Any, options: Any) -> dict[str, Any]:
     >>> template_fields('[{"name": "clock"}]', {"enable_thinking": False, "documents": None})
     {'tools': [{'name': 'clock'}], 'chat_template_kwargs': {'enable_thinking': False}}
     """
-    tools, options = decoded(tools, "a list of tools"), decoded(options, "chat_template_kwargs")
-    fields: dict[str, Any] = {}
-    if tools:
-        if not isinstance(tools, Sequence) or isinstance(tools, str):
-            raise DataError(expected_value("a list of tools", tools))
-        fields["tools"] = without_none(list(tools))
-    if options:
-        if not isinstance(options, Mapping):
-            raise DataError(expected_value("a mapping in 'chat_template_kwargs'", options))
-        if reserved := sorted(_RESERVED & options.keys()):
-            what = "options of the chat template, such as enable_thinking, in 'chat_template_kwargs'"
-            raise DataError(expected(what, reserved, "Remove them: they are set by the task."))
-        fields |= {"chat_template_kwargs": kept} if (kept := without_none(dict(options))) else {}
-    return fields
+    fields = {"tools": check_tools(tools), "chat_template_kwargs": check_template_options(options)}
+    return {name: value for name, value in fields.items() if value}
+
+
+def check_tools(tools: Any) -> list[Any] | None:
+    """A list of tools, which tables store as JSON text; None if there are none."""
+    tools = decoded(tools, "a list of tools")
+    if not tools:
+        return None
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        raise DataError(expected_value("a list of tools", tools))
+    return without_none(list(tools))
+
+
+def check_template_options(options: Any) -> dict[str, Any]:
+    """The options of a chat template in a record, without those that are None."""
+    options = decoded(options, "chat_template_kwargs")
+    if options and not isinstance(options, Mapping):
+        raise DataError(expected_value("a mapping in 'chat_template_kwargs'", options))
+    if reserved := sorted(_RESERVED & (options or {}).keys()):
+        what = "options of the chat template, such as enable_thinking, in 'chat_template_kwargs'"
+        raise DataError(expected(what, reserved, "Remove them: they are set by the task."))
+    return without_none(dict(options)) if options else {}
 
 
 def decoded(value: Any, what: str) -> Any:

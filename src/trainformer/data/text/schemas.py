@@ -245,6 +245,22 @@ def missing_keys(record: Any, schema: str) -> list[str]:
     return spec.missing(by_name) or list(spec.names[0])
 
 
+def schema_of(record: Mapping[str, Any]) -> Schema | None:
+    """The schema of one record; None if it is unknown."""
+    name = _schema_of_keys(by_name := _by_name(record), record)
+    return None if name is None else Schema(name, _SPECS[name].match(by_name) or {})
+
+
+def source_keys() -> list[tuple[str, ...]]:
+    """The names a source may have in a record, whether or not it has a target: the most specific first.
+
+    >>> source_keys()[:2], source_keys()[-1]
+    ([('instruction',), ('prompt',)], ('abstract',))
+    """
+    names = [names[0] for name in ("alpaca", "completion", "pairs") for names in _SPECS[name].names]
+    return [(name,) for name in dict.fromkeys([*names, *TEXT_KEYS])]
+
+
 def _schema_of_value(record: Any) -> Schema:
     if isinstance(record, str):
         return Schema("text", {})
