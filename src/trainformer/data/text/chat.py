@@ -136,10 +136,19 @@ class ChatRenderer:
         return begin, last, last + self._closing(chat, text[last:], turn)
 
     def _after_header(self, chat: Conversation, text: str, turn: int, first: int) -> int:
-        """Where the header of a turn ends: the last generation prompt, or the beginning of one, before its answer.
+        """Where the header of a turn ends: what follows the message before it, also with no answer yet.
 
-        A generation prompt may open the reasoning, which the turn may not have.
+        A generation prompt may open the reasoning, which the turn may not have: then only its beginning counts. If the
+        message before cannot be found either, it is the last generation prompt before the answer.
         """
+        before = chat.try_render(turn, prompt=True)
+        if turn and before is not None:
+            here = chat.varying(text, turn - 1, len(chat.messages))
+            alone = chat.varying(before, turn - 1, turn, prompt=True)
+            if here is not None and alone is not None and here[1] <= first:
+                rest, wanted = text[here[1] :], before[alone[1] :]
+                if (size := self._shared(rest, wanted)) or not wanted:
+                    return here[1] + size
         header = self._generation_prompt(chat, turn)
         cuts = {len(header), *(found.end() for found in re.finditer(r"\n", header))}
         cuts |= {found.end() for found in self._end_pattern.finditer(header)}
@@ -154,7 +163,7 @@ class ChatRenderer:
         found = None if alone is None else chat.varying(alone, turn, turn + 1)
         if alone is None or found is None:
             return 0
-        return self._before_token(rest, common_prefix(alone[found[1] :], rest))
+        return self._shared(rest, alone[found[1] :])
 
     def _generation_prompt(self, chat: Conversation, turn: int) -> str:
         """What the template writes after the messages before a turn to start it."""
@@ -162,15 +171,18 @@ class ChatRenderer:
         for messages in (chat.messages[:turn], start):
             opened, plain = chat.try_messages(messages, prompt=True), chat.try_messages(messages)
             if opened is not None and plain is not None:
-                prompt = opened[self._before_token(opened, common_prefix(opened, plain)) :]
+                prompt = opened[self._shared(opened, plain) :]
                 if prompt:
                     return prompt
         return ""
 
-    def _before_token(self, text: str, cut: int) -> int:
-        """A position that does not cut an added token: the position, or the start of the token around it."""
-        around = self._end_pattern.finditer(text, max(0, cut - 64), cut + 64)
-        return next((found.start() for found in around if found.start() < cut < found.end()), cut)
+    def _shared(self, one: str, other: str) -> int:
+        """The length of the common prefix of two texts that cuts no added token of either."""
+        size = common_prefix(one, other)
+        for text in (one, other):
+            around = self._end_pattern.finditer(text, max(0, size - 64), size + 64)
+            size = next((found.start() for found in around if found.start() < size < found.end()), size)
+        return size
 
     # -- end of turn ---------------------------------------------------------------------------------------
 

@@ -54,13 +54,13 @@ class Conversation:
         except Exception:
             return None
 
-    def varying(self, text: str, turn: int, count: int) -> Span | None:
-        """Where the text of the first messages depends on the answer of one of them: the first and last position."""
+    def varying(self, text: str, turn: int, count: int, prompt: bool = False) -> Span | None:
+        """Where the text of the first messages depends on the content of one of them: the first and last position."""
         first, after = len(text), len(text)
         for placeholder in PLACEHOLDERS:
             replaced = [*self.messages[:count]]
             replaced[turn] = _replaced(replaced[turn], placeholder)
-            other = self.try_messages(replaced)
+            other = self.try_messages(replaced, prompt)
             if other is None or placeholder not in other:
                 return None
             first = min(first, common_prefix(text, other))
