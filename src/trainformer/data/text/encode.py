@@ -254,13 +254,12 @@ class Encoder:
     def _text_prompt(self, record: Mapping[str, Any], default: str) -> str:
         """The prompt as text: by the template, after the system prompt unless the template has a place for it."""
         template = self.prompt_template or default
-        unused = [name for name in ("system", "tools", "chat_template_kwargs") if record.get(name)]
-        unused = [name for name in unused if f"{{{name}" not in template]
-        if unused and unused != ["system"]:
-            do = "Write prompt and completion as messages, which the chat template renders, or remove the field."
-            raise DataError(expected(f"a conversation as messages with {unused[-1]!r}", "texts", do))
-        prompt = _filled(template, record)
-        return f"{record['system']}\n\n{prompt}" if unused else prompt
+        for name in ("tools", "chat_template_kwargs"):
+            if record.get(name) and f"{{{name}" not in template:
+                do = "Write prompt and completion as messages, which the chat template renders, or remove the field."
+                raise DataError(expected(f"a conversation as messages with {name!r}", "texts", do))
+        prompt, system = _filled(template, record), record.get("system")
+        return f"{system}\n\n{prompt}" if system and "{system" not in template else prompt
 
     def _encode_pair(self, prompt: str, completion: str) -> Encoded:
         ids, (boundary,) = locate(self._require(), prompt + completion, [len(prompt)], special=True)
