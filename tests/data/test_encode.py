@@ -330,6 +330,32 @@ def test_alpaca_and_prompt_templates() -> None:
         encode(tokenizer, record, prompt_template="{question}")
 
 
+def test_a_system_prompt_stands_before_a_text() -> None:
+    tokenizer = make_tokenizer()
+    record = {"prompt": "who?", "completion": " the cat", "system": "be brief"}
+    piece = encode(tokenizer, record)
+    assert whole(tokenizer, piece) == "be brief\n\nwho? the cat</s>"
+    assert trained(tokenizer, piece) == " the cat</s>"
+    piece = encode(tokenizer, record, prompt_template="[{system}] {prompt}")
+    assert whole(tokenizer, piece) == "[be brief] who? the cat</s>"
+    assert whole(tokenizer, encode(tokenizer, record, prompt_template="Q: {prompt}")).startswith("be brief\n\nQ: who?")
+    piece = encode(tokenizer, {"instruction": "who?", "output": "the cat", "system": "be brief"})
+    assert whole(tokenizer, piece).startswith("be brief\n\nBelow is an instruction")
+    chats = {
+        "prompt": chat("who?")["messages"],
+        "completion": chat("", "the cat")["messages"][1:],
+        "system": "be brief",
+    }
+    piece = encode(TOKENIZERS["chatml"], chats)
+    assert whole(TOKENIZERS["chatml"], piece).startswith("<|im_start|>system\nbe brief<|im_end|>")
+    assert trained(TOKENIZERS["chatml"], piece) == "the cat<|im_end|>"
+    for field, value in {"tools": [{"name": "eye"}], "chat_template_kwargs": {"style": "calm"}}.items():
+        with pytest.raises(DataError, match=rf"Record 0: Expected a conversation as messages with '{field}'"):
+            encode(tokenizer, {**record, field: value})
+        piece = encode(tokenizer, {**record, field: value}, prompt_template=f"{{{field}}} {{prompt}}")
+        assert str(value) in whole(tokenizer, piece)
+
+
 # -- texts and tokens --------------------------------------------------------------------------------------
 
 

@@ -417,6 +417,138 @@ def test_optional_fields_that_some_records_lack() -> None:
     assert detect_schema([[1, 2, 3]]).name == "tokens"
 
 
+TOOLS = [{"type": "function", "function": {"name": "clock"}}]
+OPTIONS = {"enable_thinking": False}
+PLAIN = {
+    "chat": {"messages": MESSAGES},
+    "completion": {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]},
+    "alpaca": {"instruction": "Hi", "output": "Hello"},
+    "preference": {"prompt": MESSAGES[:1], "chosen": MESSAGES[1:], "rejected": MESSAGES[1:]},
+}
+
+
+@pytest.mark.parametrize("form", PLAIN)
+def test_fields_that_appear_late_are_kept(tmp_path: Path, form: str) -> None:
+    """8 records decide on the schema, and all are read for what they hold."""
+    late = {"tools": TOOLS, "System": "Be short.", "chat_template_kwargs": OPTIONS}
+    late |= {"context": "Now."} if form == "alpaca" else {}
+    records = [PLAIN[form]] * 9 + [{**PLAIN[form], **late}] * 20
+    data = StandardRecords(write_lines(tmp_path / "late.jsonl", records))
+    plain, full = data[0], data[28]
+    assert data.schema.name == form
+    assert {"tools", "chat_template_kwargs"}.isdisjoint(plain)
+    assert (full["tools"], full["chat_template_kwargs"]) == (TOOLS, OPTIONS)
+    system = {"role": "system", "content": "Be short."}
+    if form == "alpaca":
+        assert (plain["input"], full["input"], full["system"]) == ("", "Now.", "Be short.")
+        assert ChatDataset(records)[28]["messages"][:2] == [system, {"role": "user", "content": "Hi\n\nNow."}]
+    else:
+        first = "messages" if form == "chat" else "prompt"
+        assert full[first] == [system, *plain[first]]
+    if form != "preference":
+        assert ChatDataset(records)[28]["chat_template_kwargs"] == OPTIONS
+        assert ChatDataset(records)[28]["messages"][0] == system
+
+
+def test_systems_of_texts_and_whole_conversations() -> None:
+    late = {"system_prompt": "Be short."}
+    pair = {"prompt": "Hi", "completion": "Hello"}
+    assert StandardRecords([pair] * 8 + [pair | late])[8] == {**pair, "system": "Be short."}
+    both = {"chosen": MESSAGES, "rejected": MESSAGES}
+    full = StandardRecords([both] * 8 + [both | late])[8]
+    assert [full[name][0]["role"] for name in ("chosen", "rejected")] == ["system", "system"]
+    # The same system prompt twice is one, another one is an error.
+    twice = {"system": "Be short.", "messages": [{"role": "system", "content": "Be short."}, *MESSAGES]}
+    assert ChatDataset([twice])[0]["messages"] == twice["messages"]
+    with pytest.raises(DataError, match="one system prompt, in the field 'system' or in the messages"):
+        ChatDataset([twice | {"system": "Be long."}])
+    with pytest.raises(DataError, match="a text in 'system', received 5"):
+        ChatDataset([{"messages": MESSAGES, "system": 5}])
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "message"),
+    [
+        ({"text": "a"}, {"messages": MESSAGES}, "the key 'text', received a record with: 'messages'"),
+        (
+            {"text": "a"},
+            {"text": "a", "messages": MESSAGES},
+            "of the schema 'text' .*received one of the schema 'chat'",
+        ),
+        ({"messages": MESSAGES}, {"prompt": "a", "completion": "b"}, "the key 'messages'"),
+        ({"prompt": "a", "completion": "b"}, {"prompt": "a", "chosen": "b", "rejected": "c"}, "the key 'completion'"),
+        (
+            {"question": "a", "answer": "b"},
+            {"question": "a", "answer": "b", "context": "c"},
+            "received also 'context', which would be lost",
+        ),
+        ({"messages": MESSAGES}, MESSAGES, "a record with the key 'messages', received 'list'"),
+        (MESSAGES, {"messages": MESSAGES}, "a list of messages"),
+        ({"text": "a"}, "a", "a record with the key 'text', received 'str'"),
+        ({"messages": MESSAGES}, {"messages": []}, "at least one assistant message"),
+        ({"messages": MESSAGES}, {"messages": MESSAGES, "tools": 5}, "a list of tools, received 5"),
+        ({"messages": MESSAGES}, {"messages": MESSAGES, "chat_template_kwargs": [1]}, "a mapping in 'chat_template"),
+    ],
+)
+@pytest.mark.parametrize("place", [1, 20])
+def test_a_schema_that_changes_is_an_error_with_its_line(
+    tmp_path: Path, first: Any, later: Any, message: str, place: int
+) -> None:
+    records = [first] * place + [later]
+    data: Any = StandardRecords(records)
+    assert all(data[index] for index in range(place))
+    with pytest.raises(DataError, match=f"record {place}: Expected .*{message}"):
+        data[place]
+    if isinstance(first, dict) and isinstance(later, dict):
+        path = write_lines(tmp_path / "mixed.jsonl", records)
+        with pytest.raises(DataError, match=rf"mixed\.jsonl, line {place + 1}: Expected .*{message}"):
+            list(StandardRecords(path))
+
+
+def test_empty_columns_are_no_other_schema(hf_cache: Any) -> None:
+    """Arrow has a column for every field of any record."""
+    table = hf_cache.Dataset.from_dict({"text": ["a", "b"], "messages": [None, None], "label": [None, 1]})
+    assert [record["text"] for record in StandardRecords(table)] == ["a", "b"]
+    calls = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "clock"}}]}]
+    columns = {"messages": [MESSAGES] * 9 + [calls], "tools": [None] * 9 + [TOOLS]}
+    filled = hf_cache.Dataset.from_dict(columns)
+    records = StandardRecords(filled)
+    assert (records[0], records[9]["tools"]) == ({"messages": MESSAGES}, TOOLS)
+    assert records[9]["messages"][0]["tool_calls"][0]["function"]["name"] == "clock"
+
+
+def test_a_misspelled_field_is_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
+    records = [{"messages": MESSAGES, "sistem": "Be short.", "id": 1}] * 3
+    with caplog.at_level(logging.WARNING, logger="trainformer"):
+        list(ChatDataset(records))
+        list(StandardRecords(records))
+    assert [record.message for record in caplog.records] == [
+        "records have the field 'sistem', which is not used. Did you mean 'system'?"
+    ]
+
+
+def test_messages_and_calls_in_the_forms_of_the_hub() -> None:
+    asked = {"messages": json.dumps(MESSAGES), "tools": json.dumps(TOOLS)}  # as in a column of a table
+    assert StandardRecords([asked])[0] == {"messages": MESSAGES, "tools": TOOLS}
+    old = {"role": "assistant", "content": None, "function_call": {"name": "clock", "arguments": "{}"}}
+    (message,) = ChatDataset([{"messages": [old]}])[0]["messages"]
+    assert message["tool_calls"] == [{"type": "function", "function": {"name": "clock", "arguments": "{}"}}]
+    assert message["content"] == ""
+    with pytest.raises(DataError, match="messages as JSON, received text that is not JSON"):
+        StandardRecords([asked, {"messages": "[{"}])[1]
+
+
+def test_missing_keys_are_named() -> None:
+    with pytest.raises(DataError, match=r"with 'prompt', 'chosen'\. The key 'rejected' is missing\."):
+        StandardRecords([{"prompt": "a", "chosen": "b"}], "preference")
+    with pytest.raises(DataError, match=r"The key 'rejected' is missing\. Did you mean 'reject'\?"):
+        StandardRecords([{"prompt": "a", "chosen": "b", "reject": "c"}], "preference")
+    with pytest.raises(DataError, match=r"received 'text', with 'text'\. The key 'chosen' and 'rejected' is missing"):
+        StandardRecords([{"text": "a"}], "preference")
+    with pytest.raises(DataError, match="They would be of the schema 'preference' with 'rejected', or 'completion'"):
+        StandardRecords([{"prompt": "a", "chosen": "b"}])
+
+
 def test_unknown_schemas_list_the_keys_and_the_known_schemas() -> None:
     with pytest.raises(
         DataError, match=r"with the keys 'foo', 'bar'\. Known schemas are: tokens \('input_ids'\); pref"

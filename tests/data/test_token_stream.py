@@ -8,6 +8,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainformer.core.errors import BadArgument, DataError
@@ -145,6 +146,30 @@ def test_invalid_streams():
         list(TokenStream(bad, Encoder(None, max_length=16)))
     with pytest.raises(DataError, match=r"a file, or a glob pattern, received 'nowhere/\*.jsonl'"):
         open_stream("stream:nowhere/*.jsonl")
+
+
+def test_every_record_of_a_stream_is_read_for_what_it_holds(tmp_path):
+    """Fields that appear late, in a list and in a file, and a schema that changes."""
+    tokenizer = transformers.ByT5Tokenizer()
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool['name'] }} {% endfor %}{{ style }}"
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    late = {"system": "be brief", "tools": [{"name": "eye"}], "chat_template_kwargs": {"style": "calm "}}
+    records = [{"messages": messages}] * 40 + [{"messages": messages, **late}] * 20
+    path = tmp_path / "late.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    for source in (records, load_text(f"stream:{path}")):
+        items = list(TokenStream(source, Encoder(tokenizer, max_length=None)))
+        texts = [tokenizer.decode(item["input_ids"]) for item in items]
+        assert (
+            texts
+            == ["user: hi</s>assistant: ho</s>"] * 40
+            + ["eye calm system: be brief</s>user: hi</s>assistant: ho</s>"] * 20
+        )
+    with pytest.raises(DataError, match="Record 60 of the stream: Expected the key 'messages'"):
+        list(TokenStream([*records, {"text": "a"}], Encoder(tokenizer, max_length=None)))
 
 
 def test_files_are_streamed_by_pattern(tmp_path):

@@ -154,6 +154,30 @@ def test_requests_mean_all_sets_and_can_be_cancelled():
     assert asking.seen == [(1, *both), (3, *both), (4, *both), (6, "shifted"), (6, "clean")]
 
 
+def test_a_cadence_that_never_comes_is_a_warning(caplog):
+    """Epochs where steps were meant: 5 of 3 steps each, in a run of 6 steps."""
+    seen = Evaluated()
+    options = {"max_steps": 6, "eval_every": 5, "save_every": 3, "save_strategy": "epochs", "callbacks": [seen]}
+    with caplog.at_level("WARNING", logger="trainformer"):
+        run = trainer(**options).fit()
+    assert seen.seen == [(6, "clean", "shifted")]  # only at the end
+    saving, evaluation = [record.message for record in caplog.records]
+    assert evaluation == (
+        "eval_every=5 means 5 epochs, and the run has 2: it is never due before the end. For steps write '5steps'."
+    )
+    assert "save_every=3 means 3 epochs" in saving
+    assert any(evaluation in finding.message for finding in run.check().findings)
+    caplog.clear()
+    with caplog.at_level("WARNING", logger="trainformer"):
+        trainer(max_steps=6, eval_every={"clean": "7steps", "shifted": 2}).fit()
+        trainer(max_steps=2).fit()  # the default was not chosen
+        trainer(max_steps=6, eval_every=2, save_every="6steps").fit()
+        trainer(None, max_steps=6, eval_every=125).fit()  # there is nothing to evaluate
+    assert [record.message for record in caplog.records] == [
+        "eval_every['clean']='7steps' is longer than the whole run of 6 steps."
+    ]
+
+
 def test_cadences_survive_a_resume_in_the_middle(tmp_path):
     options = {"epochs": 4, "eval_every": {"clean": "2steps", "shifted": "5steps"}, "save_every": 2, "log_every": 1}
     whole = trainer(run_dir=tmp_path / "whole", **options).fit()

@@ -133,6 +133,41 @@ def test_conversations_share_their_beginning(task, tokenizer):
     assert with_system == [{"prompt": [rest, ask], "completion": [said]} for said in (good, bad)]
 
 
+def test_tools_systems_and_options_reach_the_chat_template(task, tokenizer):
+    """Also where only later records have them; the tokens are those of `apply_chat_template`, as in TRL."""
+    shown = copy.deepcopy(tokenizer)
+    shown.chat_template = (
+        "{% if enable_thinking is defined %}{{ 'on' if enable_thinking else 'off' }} {% endif %}"
+        "{% for tool in tools or [] %}{{ tool['name'] }} {% endfor %}" + tokenizer.chat_template
+    )
+    ask, rest = {"role": "user", "content": "the fox"}, {"role": "system", "content": "a dog"}
+    good, bad = ({"role": "assistant", "content": text} for text in ("jumps", "bake pies"))
+    plain = {"prompt": [ask], "chosen": [good], "rejected": [bad]}
+    passed = {"tools": [{"name": "lazy"}], "chat_template_kwargs": {"enable_thinking": False}}
+    forms = [
+        plain | passed,
+        {"chosen": [ask, good], "rejected": [ask, bad], **passed},
+        plain | passed | {"system": "a dog"},
+        {"prompt": "the fox", "chosen": [good], "rejected": [bad], "system": "a dog", **passed},
+    ]
+    for form in forms:
+        first = {name: value for name, value in form.items() if name in ("prompt", "chosen", "rejected")}
+        data = task(tokenizer=shown).prepare_dataset([first] * 9 + [form], True)
+        messages = [*([rest] if "system" in form else []), ask]
+        for answer, part in ((good, "chosen"), (bad, "rejected")):
+            options = {"tools": passed["tools"], "enable_thinking": False, "tokenize": True, "return_dict": False}
+            prompt = shown.apply_chat_template(messages, add_generation_prompt=True, **options)
+            whole = shown.apply_chat_template([*messages, answer], **options)
+            assert data[9][part]["input_ids"].tolist() == whole
+            assert (data[9][part]["labels"] == -100).sum() == len(prompt)
+            assert data[0][part]["input_ids"].tolist() != whole
+    texts = {"prompt": "the fox", "chosen": " jumps", "rejected": " pies"}
+    data = task(tokenizer=shown).prepare_dataset([texts] * 9 + [texts | {"system": "a dog"}], True)
+    assert shown.decode(data[9]["chosen"]["input_ids"]) == "a dog\n\nthe fox jumps</s>"
+    with pytest.raises(DataError, match="record 9: Expected a conversation as messages with 'tools', received 'texts'"):
+        task(tokenizer=shown).prepare_dataset([texts] * 9 + [texts | passed], True)
+
+
 def test_pairs_stay_together_when_an_answer_is_dropped(task):
     odd = [
         {"prompt": "the fox", "chosen": " jumps", "rejected": " jumps"},
@@ -328,3 +363,7 @@ def test_wrong_records(task):
         trainer_for(task(), [{"text": "the fox"}] * 4)
     with pytest.raises(DataError, match="a prompt, or two whole conversations"):
         trainer_for(task(), [{"chosen": "the fox", "rejected": "a dog"}] * 4)
+    with pytest.raises(DataError, match=r"with 'prompt', 'chosen'\. The key 'rejected' is missing"):
+        trainer_for(task(), [{"prompt": "the fox", "chosen": "jumps"}] * 4)
+    with pytest.raises(DataError, match=r"record 3: Expected the key 'rejected', received a record with: 'prompt'"):
+        trainer_for(task(), [*PAIRS[:3], {"prompt": "the fox", "chosen": "jumps"}])

@@ -1,5 +1,6 @@
 """Seq2Seq: a loss by target token, however pairs are padded or accumulated, and generations judged as a whole set."""
 
+import json
 import math
 
 import pytest
@@ -12,8 +13,10 @@ from torchmetrics.text import Perplexity
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import text_toys as toys
+import trainformer
 from text_toys import DIGITS, bart, batches_of, checkpoint_of, digit_pairs, t5
 from trainformer.adapters import LoRA
+from trainformer.cli import main
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.data.text.encode import EncodingReport
 from trainformer.tasks.language.seq2seq import PairEncoder, Seq2Seq
@@ -170,6 +173,36 @@ def test_padded_sources_give_what_single_ones_give(task, config):
     assert [row["generated"].shape for row in rows] == [(12,)] * 5
     decoded = made.text_tokenizer.batch_decode([row["generated"] for row in rows], skip_special_tokens=True)
     assert decoded == made.generate([pair["source"] for pair in PAIRS[:5]])
+
+
+def test_predictions_need_sources_alone(task, tmp_path, capsys):
+    made = task()
+    trainer = trainer_for(made, max_steps=20, run_dir=tmp_path / "run").fit()
+    sources = ["1", "", "2 3 4", "9 8"]
+    wanted = [made.generate(source or " ")[0] for source in sources]
+    records = [{"id": f"r{place}", "source": source} for place, source in enumerate(sources)]
+    for data in (sources, records, [{"question": source} for source in sources]):
+        rows = trainer.predict(data)
+        texts = made.text_tokenizer.batch_decode([row["generated"] for row in rows], skip_special_tokens=True)
+        assert len(rows) == 4  # also for the empty source
+        assert [texts[place] for place in (0, 2, 3)] == [wanted[place] for place in (0, 2, 3)]
+    assert [row["id"] for row in trainer.predict(records)] == ["r0", "r1", "r2", "r3"]
+    # A target, even an empty one, changes nothing.
+    targets = [{**record, "target": target} for record, target in zip(records, ("one", "", "x", "y"), strict=True)]
+    assert [row["generated"].tolist() for row in trainer.predict(targets)] == [
+        row["generated"].tolist() for row in trainer.predict(records)
+    ]
+    # From the folder of the run, and from the command line.
+    assert [row["text"] for row in trainformer.load(tmp_path / "run").predict(records)] == texts
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    words = ["predict", str(tmp_path / "run"), str(tmp_path / "asked.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+    assert main(words) == 0
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(line["id"], line["text"]) for line in lines] == [*zip(("r0", "r1", "r2", "r3"), texts, strict=True)]
+    with pytest.raises(DataError, match="'pairs' with 'target'"):
+        trainer.evaluate(records)
+    with pytest.raises(DataError, match="records with a source"):
+        trainer.predict([{"foo": "1"}])
 
 
 # -- checkpoints, adapters, errors -------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from peft import PeftModel
 from sklearn.metrics import f1_score
 from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFast, pipeline
 
+import trainformer
 from text_toys import (
     WORDS,
     batches_of,
@@ -296,9 +297,37 @@ def test_predictions_need_no_tags(task):
     tagged = made.tag([r["tokens"] for r in RECORDS])
     for row, wanted in zip(rows, tagged, strict=True):
         assert [NAMES[tag] for tag in row["prediction"].tolist() if tag != -100] == [tag for _, tag in wanted]
-        assert row["prediction"].shape == (64,)
+        assert row["tags"] == [tag for _, tag in wanted]  # one per word
+        assert row["prediction"].shape == row["probability"].shape == (len(wanted),)
     with pytest.raises(DataError, match="a tag with every word"):
         trainer.evaluate([{"tokens": r["tokens"]} for r in RECORDS])
+
+
+def test_predictions_have_a_tag_for_every_word_of_every_record(task, tmp_path):
+    """Records of no, one and several windows, with batches that cut between the windows of one."""
+    words = [word for record in RECORDS for word in record["tokens"]]
+    data = [{"id": f"r{size}", "tokens": words[:size]} for size in (0, 3, 100, 1, 0, 40)]
+    made = task(max_length=16)
+    trainer = trainer_for(made, RECORDS, run_dir=tmp_path / "run").fit()
+    rows = trainer.predict(data, batch_size=2)
+    assert [row["id"] for row in rows] == [record["id"] for record in data]
+    wanted = made.tag([record["tokens"] for record in data])
+    assert [row["tags"] for row in rows] == [[tag for _, tag in pairs] for pairs in wanted]
+    assert [len(row["probability"]) for row in rows] == [len(record["tokens"]) for record in data]
+    assert all((row["probability"] > 1 / len(NAMES)).all() for row in rows)
+    # The same in a file, and from the folder of the run.
+    lines = trainer.predict(data, batch_size=3, out=tmp_path / "tags.jsonl").read_text().splitlines()
+    assert [json.loads(line)["tags"] for line in lines] == [row["tags"] for row in rows]
+    opened = trainformer.load(tmp_path / "run")
+    assert [row["tags"] for row in opened.predict(data)] == [row["tags"] for row in rows]
+    # Words beyond the end of a truncated record have no tag.
+    made.long = "truncate"
+    cut = trainer.predict(data)
+    assert [len(row["tags"]) for row in cut] == [len(record["tokens"]) for record in data]
+    kept = [tag for tag in cut[2]["tags"] if tag is not None]
+    assert 0 < len(kept) < 16
+    assert cut[2]["tags"] == rows[2]["tags"][: len(kept)] + [None] * (100 - len(kept))
+    assert (cut[2]["prediction"][len(kept) :] == -100).all()
 
 
 def test_check_finds_nothing_wrong(task):

@@ -14,6 +14,7 @@ from trainformer.checkpointing.checkpointer import Checkpointer
 from trainformer.engine import Event, Loop
 from trainformer.loggers.base import BaseLogger, MultiLogger
 from trainformer.loggers.registry import make_loggers
+from trainformer.run.cadences import warn_of_cadences
 from trainformer.run.folder import NoFolder, RunFolder, choose_folder
 from trainformer.run.logging import console_messages, log_resume, log_start
 from trainformer.run.provenance import check_unchanged, fingerprint, record_changes
@@ -121,6 +122,9 @@ def _resume(run: Run, checkpointer: Checkpointer, folder: RunFolder) -> None:
 
 
 def _make_loop(run: Run) -> Loop:
+    if run.process_group.is_main:
+        evaluates = bool(run.val_sources)
+        warn_of_cadences(run.settings, run.passed, evaluates, run.total_steps(), run.steps_per_epoch())
     return Loop(
         replace(run.settings.plan(bool(run.val_sources), run.val_sets), **run.options.plan),
         run.state,

@@ -17,6 +17,7 @@ from typing import Any, TextIO, cast
 from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.optional import require
+from trainformer.tasks.base import provides
 from trainformer.utils.files import sync
 from trainformer.utils.processes import is_alive
 
@@ -43,6 +44,8 @@ def named_columns(task: Any, batches: Iterable[Columns], ids: Iterator[Any] | No
     """Predictions with the index and the id of each sample, and class names or text where the task has them."""
     names, tokenizer = getattr(task, "class_names", None), cast(Any, getattr(task, "text_tokenizer", None))
     indices = count()
+    if provides(task, "merge_predictions"):
+        batches = task.merge_predictions(batches)
     for batch in batches:
         columns = dict(batch)
         size = len(next(iter(columns.values()), ()))
@@ -52,7 +55,7 @@ def named_columns(task: Any, batches: Iterable[Columns], ids: Iterator[Any] | No
             # The tokens would repeat the text as numbers, with padding.
             tokens = columns.pop("generated").tolist()
             first["text"] = [tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
-        if names and "prediction" in columns:
+        if names and "prediction" in columns and "tags" not in columns:
             first |= _named(columns["prediction"].tolist(), names)
         yield first | columns
 

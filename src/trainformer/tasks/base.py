@@ -6,7 +6,7 @@ optional methods that the task defines (see `provides`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -113,6 +113,13 @@ class TaskBase:
     def prediction_data(self, dataset: Any) -> Any:
         """Return the samples to predict for, if these are not those of the dataset (the end of a series)."""
         return dataset
+
+    def merge_predictions(self, batches: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
+        """Merge the rows of `predict_step`, if a sample has several (the windows of a long text): columns of values.
+
+        `batches` are columns of rows in input order; the windows of a sample may be in two of them.
+        """
+        return batches
 
     def collate_fn(self, examples: list[Any]) -> Any:
         """Collate samples into a batch. Without it, torch's `default_collate` is used."""

@@ -7,36 +7,51 @@ so the tokens are those of `apply_chat_template`, without a second BOS.
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
-from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.core.optional import require
+from trainformer.core.errors import DataError, expected
+from trainformer.data.text.rendering import (
+    ASSISTANT_ROLES,
+    PLACEHOLDERS,
+    THOUGHTS,
+    Conversation,
+    Message,
+    Span,
+    common_prefix,
+)
 
-Message = Mapping[str, Any]
+logger = logging.getLogger("trainformer")
 
-ASSISTANT_ROLES = frozenset({"assistant", "model"})
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# Replaces the answer of one turn to find its position. No template trims or splits it.
-_PLACEHOLDER = "zq7StandInForOneTurn7qz"
+_CLOSING_TAG = re.compile(r"</[^>]*>")  # </think>, </tool_call>: not the end of a turn
+_SPACE = re.compile(r"\s*")
+_CALLS = "Set tokenizer.chat_template to one with tool calls, or write them into the content of the message."
+_WHY_UNKNOWN = (
+    "The chat template renders message {} differently depending on what follows, and its answer cannot be found in "
+    "the text: which tokens to train on is unknown. Put {{% generation %}} and {{% endgeneration %}} around the "
+    "assistant's answer in tokenizer.chat_template, or pass train_on='all'."
+)
 
 
-# The tokens of a conversation, and the mask of those to train on.
-Conversation = tuple[np.ndarray, np.ndarray]
+Masked = tuple[np.ndarray, np.ndarray]  # the tokens of a conversation, and the mask of those to train on
 
 
 class ChatRenderer:
     """Applies a tokenizer's chat template and finds the assistant's turns, each with its end-of-turn token.
 
-    With `{% generation %}` markers the template decides. Only an EOS directly after a marked turn is added, since a
-    model that was never trained on it never stops. Without markers, a turn starts where the generation prompt ends and
-    includes the end-of-turn token (or all the template writes for it, if there is none): the conversation is rendered
-    up to the turn and with it. Some templates render a turn differently once others follow, for instance without its
-    reasoning: then a placeholder for the answer shows its position.
+    With `{% generation %}` markers the template decides. Without markers, a turn starts where the generation prompt
+    ends and includes the end-of-turn token (or all the template writes for it, if there is none): the conversation is
+    rendered up to the turn and with it. Some templates render a turn differently once others follow, for instance
+    without its reasoning: then placeholders for the answer show its position.
+
+    A model that was never trained on an end-of-turn token never stops. Where the template writes it after the markers,
+    or as the start of the next turn (GLM's `<|user|>`), it belongs to the turn, and it is added after the last one.
 
     A token belongs to the turn it ends in.
     """
@@ -44,8 +59,14 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         # Some vocabularies have whitespace as added tokens, which do not end a turn.
-        added = (str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values())
-        self._ends = tuple(token for token in added if token.strip())
+        added = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
+        eos = {tokenizer.eos_token} if tokenizer.eos_token else set()
+        self._ends = tuple(token for token in sorted(added | eos) if token.strip())
+        self._stops = tuple(token for token in self._ends if token in eos or not _CLOSING_TAG.fullmatch(token))
+        self._end_pattern, self._stop_pattern = _any_of(self._ends), _any_of(self._stops)
+        self._templates: dict[str, bool] = {}  # whether they have markers
+        self._next_stops: dict[bool, str | None] = {}
+        self._warned: set[str] = set()
 
     def encode(
         self,
@@ -54,148 +75,215 @@ class ChatRenderer:
         since: int | None = 0,
         tools: Any = None,
         options: Mapping[str, Any] | None = None,
-    ) -> Conversation:
+    ) -> Masked:
         """Tokens of a conversation, with the assistant's turns from message `since` on as the mask (None: all tokens).
 
         `tools` and `options` are passed to the template.
         """
-        chat = _Chat(self.tokenizer, list(messages), {**(options or {}), "tools": tools})
+        chat = Conversation(self.tokenizer, list(messages), {**(options or {}), "tools": tools})
+        has_markers = self._check_template(chat)
+        has_markers = has_markers and getattr(self.tokenizer, "is_fast", False)  # only those have the offsets
+        text, marked = chat.render_marked() if has_markers else (chat.render(), [])
+        self._check_rendered(chat, text)
         if since is None:
-            ids, _ = locate(self.tokenizer, chat.render(), [], special=False)
-            return ids, np.ones(len(ids), dtype=bool)
-        has_markers = _MARKER.search(self.tokenizer.get_chat_template(tools=tools))
-        if has_markers and getattr(self.tokenizer, "is_fast", False):  # only fast tokenizers have the offsets
-            return self._by_markers(chat, since)
-        text = chat.render()
-        boundaries = [self._boundaries(chat, text, turn) for turn in chat.assistant_turns(since)]
-        cuts = [cut for begin, end in boundaries for cut in (begin, self._trim(text, begin, end))]
-        return self._supervised(text, cuts)
-
-    def _by_markers(self, chat: _Chat, since: int) -> Conversation:
-        text, spans = chat.render_marked()
-        ids, mask = self._supervised(text, [cut for span in spans for cut in span])
-        eos = self.tokenizer.eos_token_id
-        if eos is not None:
-            mask[1:] |= mask[:-1] & (ids[1:] == eos)
-        turns = chat.assistant_turns(since)
-        if turns != chat.assistant_turns(0):
-            start = self._boundaries(chat, text, turns[0])[0] if turns else len(text)
-            _, (first,) = locate(self.tokenizer, text, [start], special=False)
-            mask[:first] = False
-        return ids, mask
-
-    def _supervised(self, text: str, cuts: Sequence[int]) -> Conversation:
-        """The tokens of a text, masked between the first and second position, the third and fourth, ..."""
-        ids, places = locate(self.tokenizer, text, cuts, special=False)
+            spans = [(0, len(text))]
+        elif has_markers:
+            spans = self._by_markers(chat, text, marked, since)
+        else:
+            spans = self._by_rendering(chat, text, since)
+        ids, places = locate(self.tokenizer, text, [cut for span in spans for cut in span], special=False)
         mask = np.zeros(len(ids), dtype=bool)
         for begin, end in zip(places[::2], places[1::2], strict=True):
             mask[begin:end] = True
+        stop = self._missing_stop(chat, text[spans[-1][0] :] if spans else text)
+        if stop is not None:
+            ids, mask = np.append(ids, np.int32(stop)), np.append(mask, bool(spans))
         return ids, mask
 
-    def _boundaries(self, chat: _Chat, text: str, turn: int) -> tuple[int, int]:
-        """The characters of a turn, from after its header to the end of all the template writes for it."""
+    # -- turns ---------------------------------------------------------------------------------------------
+
+    def _by_markers(self, chat: Conversation, text: str, spans: list[Span], since: int) -> list[Span]:
+        turns = chat.assistant_turns(since)
+        if turns != chat.assistant_turns(0):
+            start = self._find_turn(chat, text, turns[0])[0] if turns else len(text)
+            spans = [(max(begin, start), end) for begin, end in spans if end > start]
+        return [(begin, self._with_stop(chat, text, begin, end)) for begin, end in spans]
+
+    def _by_rendering(self, chat: Conversation, text: str, since: int) -> list[Span]:
+        spans = []
+        for turn in chat.assistant_turns(since):
+            begin, answered, end = self._find_turn(chat, text, turn)
+            end = self._with_stop(chat, text, answered, end)
+            # Without the line break that many templates write after the end-of-turn token.
+            trimmed = text[begin:end].rstrip()
+            spans.append((begin, begin + len(trimmed) if trimmed.endswith(self._ends) else end))
+        return spans
+
+    def _find_turn(self, chat: Conversation, text: str, turn: int) -> tuple[int, int, int]:
+        """The characters of a turn: after its header, after its answer if that is known, after all that is written."""
         before = chat.try_render(turn, prompt=True)
         through = chat.try_render(turn + 1)
         begin = len(before) if before is not None and text.startswith(before) else None
         end = len(through) if through is not None and text.startswith(through) else None
-        if begin is None or end is None or end < begin:
-            content, after = self._find_by_placeholder(chat, text, turn)
-            begin = content if begin is None or begin > after else begin
-            end = after
-        return begin, end
+        if begin is not None and end is not None and begin <= end:
+            return begin, begin, end
+        found = chat.varying(text, turn, len(chat.messages))
+        if found is None:
+            raise DataError(_WHY_UNKNOWN.format(turn + 1))
+        first, last = found
+        if begin is None or begin > last:
+            begin = self._after_header(chat, text, turn, first)
+        return begin, last, last + self._closing(chat, text[last:], turn)
 
-    def _find_by_placeholder(self, chat: _Chat, text: str, turn: int) -> tuple[int, int]:
-        """The same, found with a placeholder: the text before and after it is the text before and after the answer."""
-        parts = chat.around_placeholder(turn, len(chat.messages))
-        if parts is None or not (text.startswith(parts[0]) and text.endswith(parts[1])):
-            raise DataError(
-                f"The chat template renders message {turn + 1} differently depending on what follows, and its answer "
-                "cannot be found in the text: which tokens to train on is unknown. Put {% generation %} and "
-                "{% endgeneration %} around the assistant's answer in tokenizer.chat_template, or pass train_on='all'."
-            )
-        begin, end = len(parts[0]), len(text) - len(parts[1])
-        # What follows the answer with and without later turns closes the turn: the end-of-turn token.
-        alone = chat.around_placeholder(turn, turn + 1)
-        closing = 0 if alone is None else common_prefix(alone[1], parts[1])
-        return begin, max(begin, end) + closing
+    def _after_header(self, chat: Conversation, text: str, turn: int, first: int) -> int:
+        """Where the header of a turn ends: what follows the message before it, also with no answer yet.
 
-    def _trim(self, text: str, begin: int, end: int) -> int:
-        """The end of a turn without the line break that many templates write after the end-of-turn token."""
-        turn = text[begin:end].rstrip()
-        return begin + len(turn) if self._ends and turn.endswith(self._ends) else end
-
-
-class _Chat:
-    """One conversation and the ways to render it."""
-
-    def __init__(self, tokenizer: Any, messages: list[Message], options: dict[str, Any]) -> None:
-        if not messages or not all(isinstance(message, Mapping) and "role" in message for message in messages):
-            raise DataError(expected("'messages' to be a list of {'role': ..., 'content': ...}", messages))
-        if not tokenizer.chat_template:
-            what = "a tokenizer with a chat template for data with 'messages'"
-            do = "Use the tokenizer of an instruction-tuned model, or set tokenizer.chat_template."
-            raise BadArgument(expected(what, f"{type(tokenizer).__name__} without one", do))
-        self.tokenizer = tokenizer
-        # HF datasets fill in None for keys that only other messages have, and templates test whether a key exists.
-        self.messages: list[Message] = [
-            {key: value for key, value in message.items() if value is not None or key == "content"}
-            for message in messages
-        ]
-        self.options = options
-
-    def assistant_turns(self, since: int) -> list[int]:
-        """Indices of the assistant's messages from `since` on."""
-        return [i for i in range(since, len(self.messages)) if self.messages[i]["role"] in ASSISTANT_ROLES]
-
-    def render(self) -> str:
-        """The whole conversation as text."""
-        try:
-            return self._render(self.messages)
-        except Exception as error:
-            raise _not_rendered(error) from error
-
-    def try_render(self, count: int, prompt: bool = False) -> str | None:
-        """The first messages as text, or None if the template refuses them: some require a user turn."""
-        try:
-            return self._render(self.messages[:count], prompt)
-        except Exception:
-            return None
-
-    def around_placeholder(self, turn: int, count: int) -> tuple[str, str] | None:
-        """What the template writes before and after the content of one of the first messages."""
-        if not isinstance(self.messages[turn].get("content"), str):
-            return None
-        replaced = [*self.messages[:count]]
-        replaced[turn] = {**replaced[turn], "content": _PLACEHOLDER}
-        try:
-            before, *after = self._render(replaced).split(_PLACEHOLDER)
-        except Exception:
-            return None
-        return (before, after[0]) if len(after) == 1 else None
-
-    def render_marked(self) -> tuple[str, list[tuple[int, int]]]:
-        """The whole conversation as text, and the character spans between the template's markers.
-
-        The token mask of `apply_chat_template` is not used: if a span ends in whitespace that is no token of its own,
-        that mask covers everything after it.
+        A generation prompt may open the reasoning, which the turn may not have: then only its beginning counts. If the
+        message before cannot be found either, it is the last generation prompt before the answer.
         """
-        render = require("transformers.utils.chat_template_utils", "text", "for chat templates").render_jinja_template
-        options = {**self.tokenizer.special_tokens_map, **self.options}
-        template = self.tokenizer.get_chat_template(tools=self.options.get("tools"))
-        try:
-            texts, spans = render([self.messages], chat_template=template, return_assistant_tokens_mask=True, **options)
-        except Exception as error:
-            raise _not_rendered(error) from error
-        return texts[0], [tuple(span) for span in spans[0]]
+        before = chat.try_render(turn, prompt=True)
+        if turn and before is not None:
+            here = chat.varying(text, turn - 1, len(chat.messages))
+            alone = chat.varying(before, turn - 1, turn, prompt=True)
+            if here is not None and alone is not None and here[1] <= first:
+                rest, wanted = text[here[1] :], before[alone[1] :]
+                if (size := self._shared(rest, wanted)) or not wanted:
+                    return here[1] + size
+        header = self._generation_prompt(chat, turn)
+        cuts = {len(header), *(found.end() for found in re.finditer(r"\n", header))}
+        cuts |= {found.end() for found in self._end_pattern.finditer(header)}
+        found = ((text.rfind(header[:cut], 0, first), cut) for cut in cuts if cut)
+        return max((place + cut for place, cut in found if place >= 0), default=first)
 
-    def _render(self, messages: list[Message], prompt: bool = False) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=prompt, **self.options
-        )
+    def _closing(self, chat: Conversation, rest: str, turn: int) -> int:
+        """How much of the text after an answer closes its turn: what follows it with and without later turns."""
+        if turn == len(chat.messages) - 1:
+            return len(rest)
+        alone = chat.try_render(turn + 1)
+        found = None if alone is None else chat.varying(alone, turn, turn + 1)
+        if alone is None or found is None:
+            return 0
+        return self._shared(rest, alone[found[1] :])
+
+    def _generation_prompt(self, chat: Conversation, turn: int) -> str:
+        """What the template writes after the messages before a turn to start it."""
+        start = [{"role": "user", "content": PLACEHOLDERS[0]}]
+        for messages in (chat.messages[:turn], start):
+            opened, plain = chat.try_messages(messages, prompt=True), chat.try_messages(messages)
+            if opened is not None and plain is not None:
+                prompt = opened[self._shared(opened, plain) :]
+                if prompt:
+                    return prompt
+        return ""
+
+    def _shared(self, one: str, other: str) -> int:
+        """The length of the common prefix of two texts that cuts no added token of either."""
+        size = common_prefix(one, other)
+        for text in (one, other):
+            around = self._end_pattern.finditer(text, max(0, size - 64), size + 64)
+            size = next((found.start() for found in around if found.start() < size < found.end()), size)
+        return size
+
+    # -- end of turn ---------------------------------------------------------------------------------------
+
+    def _with_stop(self, chat: Conversation, text: str, begin: int, end: int) -> int:
+        """The end of a turn with its end-of-turn token, which may follow as the start of the next turn."""
+        eos = self.tokenizer.eos_token
+        if eos and text.startswith(eos, end):
+            return end + len(eos)
+        if text[begin:end].rstrip().endswith(self._stops):
+            return end
+        stop = self._stop_at(chat, text, end)
+        return end if stop is None else stop[1]
+
+    def _stop_at(self, chat: Conversation, text: str, place: int) -> tuple[str, int] | None:
+        """The end-of-turn token at a position, and where it ends. A token that starts the assistant's turns is none."""
+        space = _SPACE.match(text, place)
+        found = self._stop_pattern.match(text, space.end() if space else place)
+        if not found:
+            return None
+        header = self._stop_pattern.search(self._generation_prompt(chat, chat.assistant_turns(0)[0]))
+        return None if header and header.group() == found.group() else (found.group(), found.end())
+
+    def _missing_stop(self, chat: Conversation, turn: str) -> int | None:
+        """The end-of-turn token to add after the last turn, if the template writes it with the next one."""
+        last = chat.messages[-1]
+        if last["role"] not in ASSISTANT_ROLES or turn.rstrip().endswith(self._stops):
+            return None
+        calls = bool(last.get("tool_calls"))
+        if calls not in self._next_stops:
+            self._next_stops[calls] = self._find_next_stop(chat, last if calls else {"role": last["role"]})
+        stop = self._next_stops[calls]
+        if stop is None:
+            self._warn(
+                "the chat template writes no end-of-turn token after the assistant's last turn: the model does not "
+                "learn to stop. Add one to tokenizer.chat_template, such as {{ eos_token }}"
+            )
+            return None
+        return self.tokenizer.convert_tokens_to_ids(stop)
+
+    def _find_next_stop(self, chat: Conversation, last: Message) -> str | None:
+        question = {"role": "user", "content": PLACEHOLDERS[0]}
+        ended = [question, {**last, "content": PLACEHOLDERS[1]}]
+        reply = {"role": "tool", "content": "", "name": "", "tool_call_id": ""} if "tool_calls" in last else question
+        alone, followed = chat.try_messages(ended), chat.try_messages([*ended, reply])
+        if alone is None or followed is None or not followed.startswith(alone):
+            return None
+        found = self._stop_at(chat, followed, len(alone))
+        return None if found is None else found[0]
+
+    # -- checks --------------------------------------------------------------------------------------------
+
+    def _check_template(self, chat: Conversation) -> bool:
+        """Whether the template has markers. One that leaves out tool calls is an error, or tools: a warning."""
+        template = self.tokenizer.get_chat_template(tools=chat.options["tools"])
+        if template not in self._templates:
+            self._templates[template] = bool(_MARKER.search(template))
+        if "tool_calls" not in template and any(message.get("tool_calls") for message in chat.messages):
+            raise DataError(expected("a chat template that renders tool calls", "one that leaves them out", _CALLS))
+        if chat.options["tools"] and "tools" not in template:
+            self._warn("the chat template does not render the tools of the records: the model does not see them")
+        return self._templates[template]
+
+    def _check_rendered(self, chat: Conversation, text: str) -> None:
+        """Tool calls that the template leaves out are an error; other messages and thoughts a warning."""
+        for turn, message in enumerate(chat.messages):
+            if message["role"] not in ASSISTANT_ROLES:
+                if not _occurs(message.get("content"), text):
+                    self._warn(f"the chat template leaves out or changes messages with the role {message['role']!r}")
+                continue
+            if not all(_occurs(thought, text) for thought in _thoughts(message)):
+                which = "the last turn" if turn == len(chat.messages) - 1 else "earlier turns"
+                self._warn(
+                    f"the chat template leaves out the reasoning of {which}: the model does not learn it. To train on "
+                    "it, set tokenizer.chat_template to one that keeps it"
+                )
+            if message.get("tool_calls") and not chat.renders_calls(text, turn):
+                raise DataError(expected("a chat template that renders tool calls", "one that leaves some out", _CALLS))
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning("%s", message)
 
 
-def _not_rendered(error: Exception) -> DataError:
-    return DataError(f"The chat template cannot render this conversation: {type(error).__name__}: {error}")
+def _thoughts(message: Message) -> list[Any]:
+    """The reasoning of a message, in a field of its own or in the content."""
+    content = message.get("content")
+    inline = re.findall(r"<think>(.*?)</think>", content, re.DOTALL) if isinstance(content, str) else []
+    return [*(message[key] for key in THOUGHTS if key in message), *inline]
+
+
+def _occurs(content: Any, text: str) -> bool:
+    """Whether a text contains another one, as it is or as JSON. Other content is not looked for."""
+    if not isinstance(content, str) or content.strip() in text:
+        return True
+    return any(json.dumps(content, ensure_ascii=flag)[1:-1] in text for flag in (False, True))
+
+
+def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
+    """A pattern for any of the tokens, the longest first; for none of them one that never matches."""
+    return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or r"(?!)")
 
 
 def locate(tokenizer: Any, text: str, cuts: Sequence[int], *, special: bool) -> tuple[np.ndarray, list[int]]:
@@ -220,12 +308,3 @@ def locate(tokenizer: Any, text: str, cuts: Sequence[int], *, special: bool) -> 
         return ids, np.searchsorted(ends, np.asarray(cuts), side="right").tolist()
     parts = [tokenizer(text[:cut], add_special_tokens=special, verbose=False)["input_ids"] for cut in cuts]
     return ids, [common_prefix(ids.tolist(), part) for part in parts]
-
-
-def common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """The length of the common prefix.
-
-    >>> common_prefix("<end>", "<end>\\n<user>")
-    5
-    """
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

@@ -21,7 +21,7 @@ import numpy as np
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.data.text.chat import ChatRenderer, locate
-from trainformer.utils.files import decode_json
+from trainformer.data.text.messages import check_template_options, check_tools, with_system
 
 ErrorContext = Callable[[int], AbstractContextManager[None]]
 
@@ -111,6 +111,9 @@ class Encoder:
 
     `train_on="auto"` trains on all of a text, on the completion of a prompt, and on the assistant's turns of a
     conversation. `"completion"` trains only on the answer to the last user message there, `"all"` on every token.
+
+    `tools` and `chat_template_kwargs` of a record are passed to the chat template. A `system` prompt is the first
+    message, or stands before the prompt of a text.
 
     Prompt and completion are tokenised as one text, as in TRL. A token that spans both belongs to the completion:
     start the completion with a space rather than ending the prompt with one. `prompt_template` is a format string over
@@ -233,20 +236,32 @@ class Encoder:
     def _encode_completion(self, record: Mapping[str, Any]) -> Encoded:
         prompt, completion = record["prompt"], record["completion"]
         if not isinstance(prompt, str) and not isinstance(completion, str):
+            prompt = with_system(list(prompt), record["system"]) if record.get("system") else prompt
             both = {**record, "messages": [*prompt, *completion]}
             return self._encode_conversation(both, 0 if self.train_on == "assistant" else len(prompt))
-        if self.prompt_template is not None:
-            prompt = _filled(self.prompt_template, record)
-        return self._encode_pair(prompt, completion)
-
-    def _encode_alpaca(self, record: Mapping[str, Any]) -> Encoded:
-        template = self.prompt_template or (_ALPACA_WITH_INPUT if record.get("input") else _ALPACA)
-        return self._encode_pair(_filled(template, {**record, "input": record.get("input") or ""}), record["output"])
-
-    def _encode_pair(self, prompt: Any, completion: Any) -> Encoded:
         if not isinstance(prompt, str) or not isinstance(completion, str):
             received = {"prompt": type(prompt).__name__, "completion": type(completion).__name__}
             raise DataError(expected("prompt and completion to be two texts or two lists of messages", received))
+        return self._encode_pair(self._text_prompt(record, "{prompt}"), completion)
+
+    def _encode_alpaca(self, record: Mapping[str, Any]) -> Encoded:
+        filled = {**record, "input": record.get("input") or ""}
+        prompt = self._text_prompt(filled, _ALPACA_WITH_INPUT if filled["input"] else _ALPACA)
+        if not isinstance(record["output"], str):
+            raise DataError(expected("'output' to be a text", type(record["output"]).__name__))
+        return self._encode_pair(prompt, record["output"])
+
+    def _text_prompt(self, record: Mapping[str, Any], default: str) -> str:
+        """The prompt as text: by the template, after the system prompt unless the template has a place for it."""
+        template = self.prompt_template or default
+        for name in ("tools", "chat_template_kwargs"):
+            if record.get(name) and f"{{{name}" not in template:
+                do = "Write prompt and completion as messages, which the chat template renders, or remove the field."
+                raise DataError(expected(f"a conversation as messages with {name!r}", "texts", do))
+        prompt, system = _filled(template, record), record.get("system")
+        return f"{system}\n\n{prompt}" if system and "{system" not in template else prompt
+
+    def _encode_pair(self, prompt: str, completion: str) -> Encoded:
         ids, (boundary,) = locate(self._require(), prompt + completion, [len(prompt)], special=True)
         ids, removed = self._remove_second_bos(ids)
         content = len(ids)
@@ -268,12 +283,11 @@ class Encoder:
     def _encode_conversation(self, record: Mapping[str, Any], since: int) -> Encoded:
         self._require()
         assert self._renderer is not None
-        tools = record.get("tools") or None
         ids, supervised = self._renderer.encode(
             record["messages"],
             since=None if self.train_on == "all" else since,
-            tools=decode_json(tools) if isinstance(tools, str) else tools,
-            options=record.get("chat_template_kwargs"),
+            tools=check_tools(record.get("tools")),
+            options=check_template_options(record.get("chat_template_kwargs")),
         )
         return Encoded(ids, np.where(supervised, ids, np.int32(IGNORE_INDEX)))
 

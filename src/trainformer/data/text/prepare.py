@@ -13,10 +13,11 @@ import numpy as np
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.dataset import normalize_index
 from trainformer.data.labels import is_stream
-from trainformer.data.text.chat import common_prefix
 from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, EncodingReport, ErrorContext
+from trainformer.data.text.messages import with_system
 from trainformer.data.text.packing import PackedDataset
 from trainformer.data.text.records import StandardRecords
+from trainformer.data.text.rendering import common_prefix
 from trainformer.data.text.sources import load_text
 from trainformer.data.text.store import StoreView, TokenStore, tokenize
 from trainformer.data.text.streams import TokenStream
@@ -148,7 +149,7 @@ class PairEncoder(Encoder):
 
 
 def answers(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The two answers of a record, each as prompt and completion.
+    """The two answers of a record, each as prompt and completion, with what the record passes to the chat template.
 
     >>> [answer["completion"] for answer in answers({"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"})]
     [' 2', ' 3']
@@ -170,7 +171,10 @@ def answers(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     if prompt is None or (shared and shared[: len(question)] == question) or shared[-len(question) :] == question:
         # Whole conversations that start with the prompt (perhaps after a system message).
         question, both = shared, [answer[len(shared) :] for answer in both]
-    return [{"prompt": question, "completion": answer} for answer in both]
+    if record.get("system"):
+        question = with_system(question, record["system"])
+    passed = {name: record[name] for name in ("tools", "chat_template_kwargs") if record.get(name)}
+    return [{"prompt": question, "completion": answer, **passed} for answer in both]
 
 
 def _as_messages(value: Any, role: str) -> list[Any]:

@@ -19,6 +19,7 @@ from trainformer.data.text.schemas import (
     Schema,
     conversation,
     detect_schema,
+    missing_keys,
     require_key,
     require_text,
     standard,
@@ -140,7 +141,8 @@ def _check_key(records: Any, key: str) -> None:
 
 
 class ChatDataset(_RecordsView):
-    """Conversations: ``{"messages": [{"role": ..., "content": ...}, ...]}``, with `"tools"` if a record has them.
+    """Conversations: ``{"messages": [{"role": ..., "content": ...}, ...]}``, with `"tools"` and
+    `"chat_template_kwargs"` if a record has them.
 
     The source is anything `TextDataset` accepts. Its records may have OpenAI `messages`, ShareGPT `conversations`
     (`from` and `value`), a prompt and its completion, an Alpaca instruction, or be bare lists of messages.
@@ -156,8 +158,7 @@ class ChatDataset(_RecordsView):
         super().__init__(source, split)
         if messages_key is not None:
             _check_key(self._records, messages_key)
-            extra = {field: field for field in ("tools", "system") if field in self._records[0]}
-            self.schema = Schema("chat", {"messages": messages_key, **extra})
+            self.schema = Schema("chat", {"messages": messages_key})
         else:
             self.schema = detect_schema(self._records)
         if self.schema.name not in ("chat", "completion", "alpaca"):
@@ -186,14 +187,26 @@ class StandardRecords(_RecordsView):
         if schema is not None and schema not in SCHEMAS:
             what = f"one of the schemas {', '.join(SCHEMAS)}"
             raise BadArgument(expected(what, schema, did_you_mean(schema, SCHEMAS)))
-        self.schema = detect_schema(self._records)
+        try:
+            self.schema = detect_schema(self._records)
+        except DataError:
+            if schema is None:
+                raise
+            raise DataError(_other_schema(self._records[0], schema, "records of no known schema")) from None
         if schema is not None and self.schema.name != schema:
-            keys = ", ".join(map(repr, self._records[0])) if isinstance(self._records[0], Mapping) else "no keys"
-            raise DataError(
-                f"Expected records of the schema '{schema}', received '{self.schema.name}', with {keys}. "
-                "Rename the keys."
-            )
+            raise DataError(_other_schema(self._records[0], schema, f"'{self.schema.name}'"))
         self.fingerprint = self._fingerprint_with("standard")
 
     def _convert(self, record: Any) -> dict[str, Any]:
         return standard(record, self.schema)
+
+
+def _other_schema(record: Any, schema: str, received: str) -> str:
+    """What is wrong with records of another schema than the wanted one."""
+    keys = list(map(str, record)) if isinstance(record, Mapping) else []
+    missing = missing_keys(record, schema)
+    gap = f"The key {' and '.join(map(repr, missing))} is missing." if missing else ""
+    close = " ".join(filter(None, (did_you_mean(key, keys) for key in missing)))
+    shown = ", ".join(map(repr, keys)) or "no keys"
+    parts = f"Expected records of the schema '{schema}', received {received}, with {shown}.", gap
+    return " ".join([*filter(None, parts), close or "Rename the keys."])

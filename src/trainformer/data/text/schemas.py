@@ -1,31 +1,28 @@
 """Schemas of text records: document, instruction, conversation, preference, pair, tokens, ...
 
 This module knows the common names of the fields, detects the schema from the first records, and converts a record to
-the standard names that encoders read.
+the standard names that encoders read. Optional fields are looked up in every record.
 """
 
 from __future__ import annotations
 
-import json
-import reprlib
-from collections.abc import Mapping, Sequence
+import difflib
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from itertools import islice, product
 from typing import Any
 
-from trainformer.core.errors import DataError, did_you_mean, expected
-from trainformer.utils.files import decode_json
+from trainformer.core.errors import DataError, expected
+from trainformer.data.text.fields import expected_value, require_key, require_text
+from trainformer.data.text.messages import check_messages, decoded, template_fields, with_system
 
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 60
+logger = logging.getLogger("trainformer")
+
 _PEEKED = 8  # records that decide on the schema
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_ROLES = {role: role for role in ROLES} | {
-    **dict.fromkeys(("human", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "ai", "function_call"), "assistant"),
-    "observation": "tool",
-}
+_MAX_LAYOUTS = 1000  # sets of keys that a schema remembers
 TEXT_KEYS = (
     *("text", "content", "document", "body", "raw_content", "page_content", "article", "story", "passage"),
     *("code", "sentence", "abstract"),
@@ -42,27 +39,45 @@ class _Spec:
     optional: Mapping[str, tuple[str, ...]] = dataclass_field(default_factory=dict)
     unless: frozenset[str] = frozenset()  # keys that rule this schema out
 
-    def match(self, in_all: Mapping[str, str]) -> dict[str, str] | None:
-        """The key of each field, from the lower-case keys that all records have."""
+    def match(self, by_name: Mapping[str, str]) -> dict[str, str] | None:
+        """The key of each required field, from keys by their lower-case name."""
         for names in self.names:
-            if all(name in in_all for name in names) and not self.unless & in_all.keys():
-                return {field: in_all[name] for field, name in zip(self.fields, names, strict=True)}
+            if all(name in by_name for name in names) and not self.unless & by_name.keys():
+                return {field: by_name[name] for field, name in zip(self.fields, names, strict=True)}
         return None
 
+    def match_optional(self, by_name: Mapping[str, str], taken: Iterable[str]) -> dict[str, str]:
+        """The key of each optional field that is there."""
+        free = {name: key for name, key in by_name.items() if key not in taken}
+        found = {field: next((free[n] for n in names if n in free), None) for field, names in self.optional.items()}
+        return {field: key for field, key in found.items() if key is not None}
 
+    def missing(self, by_name: Mapping[str, str]) -> list[str]:
+        """The names of the required fields that are not there, if at least one is."""
+        gaps = [[name for name in names if name not in by_name] for names in self.names]
+        return min(
+            (gap for gap, names in zip(gaps, self.names, strict=True) if len(gap) < len(names)), key=len, default=[]
+        )
+
+
+_CHAT = {
+    "tools": ("tools",),
+    "system": ("system", "system_prompt", "system_message"),
+    "chat_template_kwargs": ("chat_template_kwargs",),
+}
 _LABELS = {"label": ("label", "labels"), "score": ("score", "similarity_score")}
 # The first schema that matches wins: a record with chosen and rejected answers may also have a prompt and messages, and
 # one with an instruction a ready-made text.
 _SPECS: dict[str, _Spec] = {
     "tokens": _Spec(("input_ids",), (("input_ids",),), {"labels": ("labels",)}),
     "preference": _Spec(
-        ("chosen", "rejected"), (("chosen", "rejected"),), {"prompt": ("prompt", "question", "instruction")}
+        ("chosen", "rejected"), (("chosen", "rejected"),), {"prompt": ("prompt", "question", "instruction"), **_CHAT}
     ),
-    "chat": _Spec(("messages",), tuple(product(_MESSAGE_KEYS)), {"tools": ("tools",), "system": ("system",)}),
+    "chat": _Spec(("messages",), tuple(product(_MESSAGE_KEYS)), _CHAT),
     "alpaca": _Spec(
         ("instruction", "output"),
         tuple(product(["instruction"], ["output", "response", "completion", "answer"])),
-        {"input": ("input", "context"), "system": ("system",)},
+        {"input": ("input", "context"), **_CHAT},
     ),
     "completion": _Spec(
         ("prompt", "completion"),
@@ -70,7 +85,7 @@ _SPECS: dict[str, _Spec] = {
             *product(["prompt"], ["completion", "response", "output", "answer"]),
             *product(["query", "question"], ["response", "answer", "completion"]),
         ),
-        {"tools": ("tools",)},
+        _CHAT,
         unless=frozenset({"context"}),  # a question about a context needs the context
     ),
     "tagged": _Spec(
@@ -101,10 +116,77 @@ SCHEMAS = tuple(_SPECS)
 
 @dataclass(frozen=True)
 class Schema:
-    """The schema of records: its name, and the key of each field."""
+    """The schema of records: its name, and the key of each field.
+
+    `keys` has the required fields, and the optional ones that the first records have. Later records may have others.
+    """
 
     name: str
     keys: Mapping[str, str]
+    detected: bool = False  # a detected schema must fit all records, a chosen one only needs its fields
+    _layouts: dict[tuple[Any, ...], dict[str, str]] = dataclass_field(default_factory=dict, compare=False, repr=False)
+
+    def optional_keys(self, record: Mapping[str, Any]) -> dict[str, str]:
+        """The keys of the optional fields of a record. Checks that its keys do not belong to another schema.
+
+        The result is remembered for each set of keys: most records have the same.
+        """
+        present = tuple([key for key, value in record.items() if value is not None])
+        known = self._layouts.get(present)
+        if known is None:
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts.clear()
+            known = self._layouts[present] = self._find_optional(record, present)
+        return known
+
+    def _find_optional(self, record: Mapping[str, Any], present: Sequence[Any]) -> dict[str, str]:
+        spec = _SPECS[self.name]
+        required = [self.keys[field] for field in spec.fields]
+        by_name = _by_name(present)
+        other = _schema_of_keys(by_name, record) if self.detected else None
+        if other not in (None, self.name):
+            raise DataError(
+                f"Expected a record of the schema '{self.name}' ({', '.join(map(repr, required))}), like the first "
+                f"ones, received one of the schema '{other}', with: {', '.join(map(repr, present))}. "
+                "Train on records of one schema, or convert them."
+            )
+        if self.detected and (ruled_out := sorted(spec.unless & by_name.keys())):
+            raise DataError(
+                f"Expected a record with {', '.join(map(repr, required))} only, like the first ones, received also "
+                f"{', '.join(map(repr, ruled_out))}, which would be lost. Join them to the prompt, or remove them."
+            )
+        found = spec.match_optional(by_name, required)
+        if spec.optional.keys() >= _CHAT.keys():
+            _warn_of_lookalikes(spec, by_name.keys() - {str(k).lower() for k in (*required, *found.values())}, found)
+        return found
+
+
+def _by_name(keys: Iterable[Any]) -> dict[str, Any]:
+    """Keys by their lower-case name; of several, the first."""
+    return {str(key).lower(): key for key in reversed(list(keys))}
+
+
+def _schema_of_keys(by_name: Mapping[str, str], record: Mapping[str, Any]) -> str | None:
+    """The name of the first schema that fits a record."""
+    for name, spec in _SPECS.items():
+        keys = spec.match(by_name)
+        if keys is not None and _plausible(name, keys, record):
+            return name
+    return None
+
+
+_warned: set[str] = set()
+
+
+def _warn_of_lookalikes(spec: _Spec, unknown: Iterable[str], found: Mapping[str, str]) -> None:
+    """Warn once of keys that look like a misspelled optional field."""
+    for name in sorted(unknown):
+        close = difflib.get_close_matches(
+            name, [n for f, ns in spec.optional.items() if f not in found for n in ns], 1, 0.8
+        )
+        if close and name not in _warned:
+            _warned.add(name)
+            logger.warning("records have the field %r, which is not used. Did you mean %r?", name, close[0])
 
 
 def detect_schema(records: Any) -> Schema:
@@ -126,22 +208,57 @@ def detect_schema(records: Any) -> Schema:
     if not isinstance(first[0], Mapping):
         return _schema_of_value(first[0])
     in_all = [key for key in first[0] if all(isinstance(other, Mapping) and key in other for other in first)]
-    by_name = {str(key).lower(): key for key in reversed(in_all)}
-    in_any = {str(key).lower(): key for record in reversed(first) if isinstance(record, Mapping) for key in record}
-    for name, spec in _SPECS.items():
-        keys = spec.match(by_name)
-        if keys is None or not _plausible(name, keys, first[0]):
-            continue
-        for field, names in spec.optional.items():
-            free = (in_any[other] for other in names if other in in_any and in_any[other] not in keys.values())
-            if (found := next(free, None)) is not None:
-                keys[field] = found
-        return Schema(name, keys)
+    in_any = _by_name(key for record in first if isinstance(record, Mapping) for key in record)
+    # If the first records differ, the first one decides, and the error names the one that does not fit.
+    for keys in (in_all, list(first[0])):
+        by_name = _by_name(keys)
+        name = _schema_of_keys(by_name, first[0])
+        if name is not None:
+            required = _SPECS[name].match(by_name)
+            assert required is not None
+            optional = _SPECS[name].match_optional(in_any, required.values())
+            return Schema(name, {**required, **optional}, detected=True)
+    raise DataError(_unknown_schema(first[0]))
+
+
+def _unknown_schema(record: Mapping[str, Any]) -> str:
+    by_name = _by_name(record)
+    gaps = {name: spec.missing(by_name) for name, spec in _SPECS.items()}
+    close = [f"'{name}' with {' and '.join(map(repr, gap))}" for name, gap in gaps.items() if gap]
     known = "; ".join(f"{name} ({', '.join(map(repr, spec.names[0]))})" for name, spec in _SPECS.items())
-    raise DataError(
-        f"Expected records of a known schema, received records with the keys {', '.join(map(repr, first[0]))}. Known "
-        f"schemas are: {known}. Rename the keys, or convert the records."
+    return (
+        f"Expected records of a known schema, received records with the keys {', '.join(map(repr, record))}. "
+        + (f"They would be of the schema {', or '.join(close)}. " if close else "")
+        + f"Known schemas are: {known}. Rename the keys, or convert the records."
     )
+
+
+def missing_keys(record: Any, schema: str) -> list[str]:
+    """The names of the required fields of a schema that a record does not have.
+
+    >>> missing_keys({"prompt": "1 + 1?", "chosen": "2"}, "preference")
+    ['rejected']
+    """
+    spec, by_name = _SPECS[schema], _by_name(record if isinstance(record, Mapping) else ())
+    if spec.match(by_name) is not None:
+        return []
+    return spec.missing(by_name) or list(spec.names[0])
+
+
+def schema_of(record: Mapping[str, Any]) -> Schema | None:
+    """The schema of one record; None if it is unknown."""
+    name = _schema_of_keys(by_name := _by_name(record), record)
+    return None if name is None else Schema(name, _SPECS[name].match(by_name) or {})
+
+
+def source_keys() -> list[tuple[str, ...]]:
+    """The names a source may have in a record, whether or not it has a target: the most specific first.
+
+    >>> source_keys()[:2], source_keys()[-1]
+    ([('instruction',), ('prompt',)], ('abstract',))
+    """
+    names = [names[0] for name in ("alpaca", "completion", "pairs") for names in _SPECS[name].names]
+    return [(name,) for name in dict.fromkeys([*names, *TEXT_KEYS])]
 
 
 def _schema_of_value(record: Any) -> Schema:
@@ -157,12 +274,18 @@ def _schema_of_value(record: Any) -> Schema:
 def _plausible(name: str, keys: Mapping[str, str], record: Mapping[str, Any]) -> bool:
     """Whether the values fit: names such as `dialogue` and `labels` are ambiguous."""
     if name == "chat":
-        return isinstance(record[keys["messages"]], Sequence) and not isinstance(record[keys["messages"]], str)
+        messages = record[keys["messages"]]
+        return _is_json_list(messages) if isinstance(messages, str) else isinstance(messages, Sequence)
     if name == "pairs" and keys["source"] == keys["target"]:
         return isinstance(record[keys["source"]], Mapping) and len(record[keys["source"]]) >= 2
     if name == "tagged":
         return not isinstance(record[keys["tokens"]], str)
     return name != "text" or isinstance(record[keys["text"]], str)
+
+
+def _is_json_list(text: str) -> bool:
+    """Whether a text looks like messages as JSON, as in a column of a table."""
+    return bool(re.match(r"\s*\[\s*\{", text))
 
 
 # -- one record --------------------------------------------------------------------------------------------
@@ -188,50 +311,31 @@ def standard(record: Any, schema: Schema) -> dict[str, Any]:
         fields = dict(zip(("source", "target"), translation.values(), strict=False))
     if schema.name not in ("tokens", "tagged"):
         fields = {field: _text_or_messages(value, field, schema.name) for field, value in fields.items()}
-    for field in _SPECS[schema.name].optional:
-        value = record.get(schema.keys[field]) if field in schema.keys else None
-        if value is not None:
-            fields[field] = value
+    fields |= {field: record[key] for field, key in schema.optional_keys(record).items()}
     if schema.name == "preference" and "prompt" in fields:
         fields["prompt"] = _text_or_messages(fields["prompt"], "prompt", schema.name)
     if schema.name == "alpaca":
         fields["input"] = require_text(fields.get("input", ""), "input")
-    return fields
+    return _with_chat_fields(fields) if _CHAT.keys() & fields.keys() else fields
+
+
+def _with_chat_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields with tools and options checked, and the system prompt as the first message if there are messages."""
+    system, tools, options = (fields.pop(name, None) for name in ("system", "tools", "chat_template_kwargs"))
+    if system and isinstance(first := fields.get("prompt"), list):
+        fields["prompt"] = with_system(first, system)
+    elif system and first is None and isinstance(fields.get("chosen"), list) and isinstance(fields["rejected"], list):
+        fields |= {name: with_system(fields[name], system) for name in ("chosen", "rejected")}
+    elif system:
+        fields["system"] = require_text(system, "system")
+    return fields | template_fields(tools, options)
 
 
 def _text_or_messages(value: Any, field: str, schema: str) -> Any:
     """Prompts and answers may be lists of messages too, as in TRL."""
     if schema in ("preference", "completion") and isinstance(value, Sequence) and not isinstance(value, str):
-        return _messages(value, f" of {field!r}")
+        return check_messages(value, f" of {field!r}")
     return require_text(value, field)
-
-
-def require_key(record: Any, key: str) -> Any:
-    """The value of a key, else an error that lists the keys of the record."""
-    if not isinstance(record, Mapping):
-        raise DataError(expected(f"a record with the key {key!r}", type(record).__name__))
-    if key not in record:
-        keys = ", ".join(map(repr, record)) or "no key"
-        close = did_you_mean(key, map(str, record))
-        raise DataError(f"Expected the key {key!r}, received a record with: {keys}. {close}".strip())
-    return record[key]
-
-
-def expected_value(what: str, value: Any, do: str = "") -> str:
-    """`expected` for a value from the data, which may be very long.
-
-    >>> expected_value("a number", "many words " * 1000)
-    "Expected a number, received 'many words many words many ...ds many words many words '."
-    """
-    text = f"Expected {what}, received {_SHORT.repr(value)}."
-    return f"{text} {do}" if do else text
-
-
-def require_text(value: Any, key: str) -> str:
-    """The value, which must be text."""
-    if not isinstance(value, str):
-        raise DataError(expected_value(f"a text in {key!r}", value))
-    return value
 
 
 # -- conversations -----------------------------------------------------------------------------------------
@@ -246,19 +350,21 @@ def conversation(record: Any, schema: Schema) -> dict[str, Any]:
     """
     if schema.name == "chat":
         raw = require_key(record, schema.keys["messages"]) if schema.keys else record
+        raw = decoded(raw, "messages") if isinstance(raw, str) and _is_json_list(raw) else raw
+        found = schema.optional_keys(record) if schema.keys else {}
+        fields = {field: record[key] for field, key in found.items()}
     else:
-        raw = _turns(standard(record, schema))
+        fields = standard(record, schema)
+        raw = _turns(fields)
     if not isinstance(raw, Sequence) or isinstance(raw, str):
         raise DataError(expected_value("a list of messages", raw))
-    messages = _messages(raw)
-    extra = {field: record.get(schema.keys[field]) for field in ("system", "tools") if field in schema.keys}
-    if isinstance(extra.get("system"), str) and extra["system"] and all(m["role"] != "system" for m in messages):
-        messages.insert(0, {"role": "system", "content": extra["system"]})
+    messages = check_messages(raw)
+    if fields.get("system"):
+        messages = with_system(messages, fields["system"])
     if all(message["role"] != "assistant" for message in messages):
         roles = [message["role"] for message in messages]
         raise DataError(expected("at least one assistant message", roles, "Remove the record."))
-    tools = _tools(extra.get("tools"))
-    return {"messages": messages, "tools": tools} if tools else {"messages": messages}
+    return {"messages": messages, **template_fields(fields.get("tools"), fields.get("chat_template_kwargs"))}
 
 
 def _turns(record: Mapping[str, Any]) -> list[Any]:
@@ -271,48 +377,3 @@ def _turns(record: Mapping[str, Any]) -> list[Any]:
         value = record[field]
         turns += [{"role": role, "content": value}] if isinstance(value, str) else value
     return turns
-
-
-def _messages(raw: Sequence[Any], of: str = "") -> list[dict[str, Any]]:
-    messages = []
-    for number, message in enumerate(raw):
-        try:
-            messages.append(_message(message))
-        except DataError as error:
-            raise DataError(f"message {number}{of}: {error}") from None
-    return messages
-
-
-def _message(raw: Any) -> dict[str, Any]:
-    if not isinstance(raw, Mapping):
-        raise DataError(expected_value("a message with a role and a content", raw))
-    names = ("from", "value") if raw.get("from") is not None and raw.get("role") is None else ("role", "content")
-    given = require_key(raw, names[0])
-    role = _ROLES.get(given.lower()) if isinstance(given, str) else None
-    if role is None:
-        close = did_you_mean(str(given), _ROLES) or f"Known roles: {', '.join(_ROLES)}."
-        raise DataError(expected_value("a known role", given, close))
-    # HF datasets fill in None for keys that only other messages have.
-    rest = {key: value for key, value in raw.items() if key not in names and value is not None}
-    content = raw.get(names[1])
-    if content is None and "tool_calls" in rest:
-        content = ""  # a message that only calls a tool has no text
-    if isinstance(content, Sequence) and not isinstance(content, str) and content:
-        for part in content:
-            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise DataError(expected_value("parts of the type text", part, "Images need a multimodal task."))
-        content = "".join(part["text"] for part in content)
-    return {"role": role, "content": require_text(content, names[1]), **rest}
-
-
-def _tools(tools: Any) -> list[Any] | None:
-    if isinstance(tools, str) and tools.strip():  # tables store nested values as JSON text
-        try:
-            tools = decode_json(tools)
-        except json.JSONDecodeError as error:
-            raise DataError(f"Expected a list of tools as JSON, received text that is not JSON: {error}.") from error
-    if not tools:
-        return None
-    if not isinstance(tools, Sequence) or isinstance(tools, str):
-        raise DataError(expected_value("a list of tools", tools))
-    return list(tools)

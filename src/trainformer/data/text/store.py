@@ -44,7 +44,7 @@ from trainformer.utils.tree_files import read_array
 
 logger = logging.getLogger("trainformer")
 
-_FORMAT = 2  # of the files and of the encoding: increase it when either changes
+_FORMAT = 3  # of the files and of the encoding: increase it when either changes
 _MANIFEST = "manifest.json"
 _CHUNK = 128  # records per task at most: about 10 ms of work, against 0.3 ms to send them
 _CHUNKS = 64  # tasks at least, if there are enough records: spreads long documents evenly

@@ -86,9 +86,14 @@ class Inference:
 
     def predict(self, source: DataSource, ids: Iterator[Any]) -> list[dict[str, Any]]:
         """One dict per sample, in input order."""
-        rows = self.rows(source)
-        names = ("id", *rows)
-        return [dict(zip(names, (next(ids), *row), strict=True)) for row in zip(*rows.values(), strict=True)]
+        batches: Iterable[Any] = [self.rows(source)]
+        if provides(self.task, "merge_predictions"):
+            batches = self.task.merge_predictions(batches)
+        return [
+            {"id": next(ids), **dict(zip(rows, row, strict=True))}
+            for rows in batches
+            for row in zip(*rows.values(), strict=True)
+        ]
 
     def batches(self, source: DataSource) -> Iterator[dict[str, Tensor]]:
         """Predictions batch by batch, in input order, the same on every rank. One batch is in memory at a time."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ from trainformer.backends.torch.coverage import unoptimized_message
 from trainformer.backends.torch.state import cloned
 from trainformer.core.errors import CheckFailed, TrainformerError
 from trainformer.core.types import DeviceBatch
-from trainformer.engine.cadence import Cadence, Unit
+from trainformer.run.cadences import never_due
 from trainformer.run.torch.dry_run import DryRun
 from trainformer.run.torch.monitors import callback_metrics, monitored, unknown_metric
 from trainformer.run.torch.run import TorchRun
@@ -133,14 +132,7 @@ def _arguments(run: TorchRun, report: CheckReport) -> None:
         notes.append(
             "a callback monitors a validation metric, but there is no val_data or val_split: it will never act."
         )
-    given: list[tuple[str, Any, Unit]] = [("log_every", s.log_every, "steps"), ("save_every", s.save_every, "steps")]
-    each = s.eval_every.items() if isinstance(s.eval_every, Mapping) else [(None, s.eval_every)]
-    given += [("eval_every" if name is None else f"eval_every[{name!r}]", value, "epochs") for name, value in each]
-    for name, value, unit in given:
-        cadence = Cadence.parse(value, unit, name)
-        too_long = cadence is not None and cadence.unit == "steps" and total is not None and cadence.every > total
-        if too_long and name.partition("[")[0] in run.passed:
-            notes.append(f"{name}={value!r} is longer than the whole run of {total} steps.")
+    notes += never_due(s, run.passed, bool(run.val_sources), total, per_epoch).values()
     notes += _mixture_notes(run, total)
     if s.max_steps is not None and per_epoch and run.passed >= {"epochs"}:
         notes.append(f"max_steps={s.max_steps} overrides epochs={s.epochs}.")

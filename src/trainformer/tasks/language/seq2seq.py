@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,20 @@ from torch import Tensor
 from trainformer.adapters.base import unwrap_model
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import check_count, expected
+from trainformer.data.ids import sample_ids
 from trainformer.data.text.collate import pad
 from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, EncodingReport, ErrorContext
-from trainformer.data.text.store import StoreView
+from trainformer.data.text.fields import require_key, require_text
+from trainformer.data.text.schemas import schema_of, source_keys
+from trainformer.data.text.sources import records_of
+from trainformer.data.text.store import StoreView, tokenize
 from trainformer.eval.generation import bleu, chrf, exact_match, rouge
 from trainformer.losses.tokens import TokenLoss, token_cross_entropy
 from trainformer.tasks.language.base import TextTask, TokenPredictionTask, standard_records, to_width
+from trainformer.tasks.language.token_records import find_keys, is_indexed
 
-_VERSION = "pairs-1"  # of the output of `PairEncoder`: raise it when that changes, to invalidate cached tokens
+_VERSION = "pairs-2"  # of the output of `PairEncoder`: raise it when that changes, to invalidate cached tokens
+_SOURCES = {"pairs": "source", "completion": "prompt", "alpaca": "instruction"}
 _SIDES = (("source", "target"), ("prompt", "completion"), ("instruction", "output"))
 
 
@@ -35,7 +42,7 @@ class Seq2Seq(TokenPredictionTask, TextTask):
 
     Evaluation reports loss, accuracy and perplexity per target token. With `generate_metrics` it also generates a text
     for each source and computes `exact_match`, `bleu`, `chrf` and `rougeL` over the dataset; `generate_options` are
-    passed to transformers' `generate` (`num_beams`, ...).
+    passed to transformers' `generate` (`num_beams`, ...). Predictions need sources alone.
     """
 
     model_name: Any = "t5-small"
@@ -73,12 +80,25 @@ class Seq2Seq(TokenPredictionTask, TextTask):
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         """Tokenise sources and targets once."""
+        if isinstance(dataset, SourceDataset):
+            return dataset
         encoder = PairEncoder(self.text_tokenizer, self.max_source_length, self.max_target_length, prefix=self.prefix)
         return PairDataset(self._tokenize(standard_records(dataset), encoder, train))
+
+    def prediction_data(self, dataset: Any) -> Any:
+        """Tokenise the sources of records, which need no targets. Loaders and streams stay as they are."""
+        if not is_indexed(dataset):
+            return dataset
+        records = records_of(dataset, None)
+        encoder = SourceEncoder(self.text_tokenizer, self.max_source_length, _source_key(records[0]), self.prefix)
+        store = tokenize(records, encoder, cache_dir=self.cache_dir, name="prediction data")
+        return SourceDataset(store, list(islice(sample_ids(dataset), len(records))))
 
     def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
         pad_id = self.text_tokenizer.pad_token_id
         sources = pad([{"input_ids": e["input_ids"]} for e in examples], pad_id, max_length=self.max_source_length)
+        if "labels" not in examples[0]:  # data to predict for
+            return {name: sources[name] for name in ("input_ids", "attention_mask")}
         targets = pad([{"input_ids": e["labels"]} for e in examples], pad_id, max_length=self.max_target_length)
         return {**sources, "labels": targets["labels"]}
 
@@ -213,6 +233,42 @@ class PairEncoder(Encoder):
         return [Encoded(np.concatenate([source, target]), labels)]
 
 
+class SourceEncoder(PairEncoder):
+    """Tokenise the sources of records to predict for, one sequence per record, also of an empty source."""
+
+    def __init__(self, tokenizer: Any, max_source_length: int, key: str | None, prefix: str) -> None:
+        super().__init__(tokenizer, max_source_length, max_source_length, prefix=prefix)
+        self.key = key
+
+    def fingerprint(self) -> str:
+        return f"sources {self.key!r} {super().fingerprint()}"
+
+    def _pieces_of(self, records: Sequence[Any], report: EncodingReport, context: ErrorContext) -> list[list[Encoded]]:
+        pieces = []
+        for place, record in enumerate(records):
+            with context(place):
+                source = _source_of(record, self.key)
+                if isinstance(source, str):
+                    (ids,) = self.sources([source]) if source else self._ids(text=[""])
+                else:
+                    ids = self._encode_tokens({"input_ids": source}).input_ids[: self.max_source_length]
+                tokens = np.asarray(ids if len(ids) else [self._require().pad_token_id], dtype=np.int32)
+                report.add(EncodingReport(1, 1, len(tokens), len(tokens)))
+                pieces.append([Encoded(tokens, tokens)])
+        return pieces
+
+
+class SourceDataset(StoreView):
+    """A token store of `SourceEncoder` that returns `input_ids`, and the ids of the records."""
+
+    def __init__(self, store: Any, ids: list[Any]) -> None:
+        super().__init__(store)
+        self.ids = ids
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {"input_ids": self.store[index]["input_ids"]}
+
+
 class PairDataset(StoreView):
     """A token store of `PairEncoder` that returns `input_ids` of the source and `labels` of the target."""
 
@@ -241,7 +297,50 @@ def _pair_of(record: Any) -> tuple[Any, Any]:
             if not all(isinstance(side, str) for side in pair):
                 received = " and ".join(type(side).__name__ for side in pair)
                 raise DataError(expected(f"{source} and {target} to be texts", received, "Join messages first."))
+            for field in ("tools", "chat_template_kwargs"):
+                if record.get(field):
+                    do = "Remove the field, or write it into the source."
+                    raise DataError(expected(f"no {field!r}, which only chat templates use", "a record with it", do))
             context = record.get("input") if source == "instruction" else None
-            return (f"{pair[0]}\n{context}" if context else pair[0]), pair[1]
+            return _joined(pair[0], context, record.get("system")), pair[1]
     do = "Rename the columns to source and target."
     raise DataError(expected("a pair of texts (source and target, or prompt and completion)", list(record), do))
+
+
+def _source_key(record: Any) -> str | None:
+    """The key of the source in records that may have no target; None for texts.
+
+    >>> _source_key({"id": 1, "question": "Who?"}), _source_key({"article": "long", "highlights": "short"})
+    ('question', 'article')
+    """
+    if not isinstance(record, Mapping):
+        return None
+    if "input_ids" in record:
+        return "input_ids"
+    if (schema := schema_of(record)) is not None and schema.name in _SOURCES:  # as in training
+        return schema.keys[_SOURCES[schema.name]]
+    known = find_keys(record, source_keys())
+    if known is None:
+        do = "Rename the column to source."
+        raise DataError(expected("records with a source (or a prompt, an instruction, a text)", list(record), do))
+    return known[-1]
+
+
+def _source_of(record: Any, key: str | None) -> Any:
+    """The source of a record: a text, or tokens.
+
+    >>> _source_of({"instruction": "Add.", "input": "1 1"}, "instruction")
+    'Add.\\n1 1'
+    """
+    if key is None or isinstance(record, str):
+        return require_text(record, "source")
+    value = require_key(record, key)
+    if isinstance(value, Mapping) and value:  # a translation, by language
+        value = next(iter(value.values()))
+    context = record.get("input") if key.lower() == "instruction" else None
+    return value if key == "input_ids" else _joined(require_text(value, key), context, record.get("system"))
+
+
+def _joined(source: str, context: str | None, system: str | None) -> str:
+    """An instruction with its input, after the system prompt."""
+    return "\n".join(part for part in (system, source, context) if part)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
+from trainformer.data.ids import sample_ids
 from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, EncodingReport, ErrorContext
 from trainformer.data.text.schemas import expected_value, require_key
 from trainformer.data.text.sources import records_of
+from trainformer.data.text.store import StoreView, tokenize
 from trainformer.eval.classification import EntityScores, TagScheme, entity_scores
 from trainformer.losses.tokens import TokenLoss, token_cross_entropy
 from trainformer.models.modes import eval_mode
@@ -27,7 +30,7 @@ from trainformer.tasks.language.base import TokenPredictionTask
 from trainformer.tasks.language.classifying import ClassifyingTask
 from trainformer.tasks.language.labels import Labels
 from trainformer.tasks.language.text_classification import column_values
-from trainformer.tasks.language.token_records import find_keys, only_columns
+from trainformer.tasks.language.token_records import find_keys, is_indexed, only_columns
 
 _VERSION = "tags-1"  # of the output of `TagEncoder`: raise it when that changes, to invalidate cached tokens
 _TOKENS = (("tokens",), ("words",))
@@ -50,6 +53,7 @@ class TokenClassification(TokenPredictionTask, ClassifyingTask):
     (`"truncate"`). Evaluation reports loss and accuracy per word, and entity-level precision, recall and F1 over the
     whole dataset (IOB, IOBES, BILOU, or plain entity tags); for other tags the macro F1 of words. After an evaluation,
     `per_type` holds the metrics of each type, and `confusion` the confusion matrix of words for up to 64 tags.
+    Predictions have one row per record, with a tag per word; words beyond the end of a truncated record have None.
     """
 
     model_name: Any = "bert-base-cased"
@@ -91,13 +95,29 @@ class TokenClassification(TokenPredictionTask, ClassifyingTask):
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         """Tokenise words with their tags once."""
+        if isinstance(dataset, Windows):
+            return dataset
         records = records_of(dataset, None)
         encoder = self._encoder(records[0], train)
         columns = [key for key in encoder.columns if key is not None]
         return self._tokenize(only_columns(records, columns), encoder, train)
 
+    def prediction_data(self, dataset: Any) -> Any:
+        """Tokenise the words of records, which need no tags. Loaders and streams stay as they are."""
+        if not is_indexed(dataset):
+            return dataset
+        records = records_of(dataset, None)
+        columns = Columns.of(records[0], None, train=False)
+        encoder = WordEncoder(self.text_tokenizer, self.max_length, self.labels, columns, False, self.long)
+        store = tokenize(only_columns(records, columns[:1]), encoder, cache_dir=self.cache_dir, name="prediction data")
+        return Windows(store, list(islice(sample_ids(dataset), len(records))))
+
     def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
         batch = super().collate_fn(examples)
+        if "window" in examples[0]:
+            batch["first_token"] = batch.pop("labels") != IGNORE_INDEX
+            batch["window"] = torch.tensor([example["window"] for example in examples])
+            return batch
         if not bool((batch["labels"] == _UNTAGGED).any()):
             return batch
         batch["first_token"] = batch.pop("labels") != IGNORE_INDEX  # prediction data: which tokens will get a tag
@@ -169,9 +189,44 @@ class TokenClassification(TokenPredictionTask, ClassifyingTask):
         probability, tags = self._logits(batch).float().softmax(-1).max(-1)
         first = batch["first_token"] if "first_token" in batch else batch["labels"] != IGNORE_INDEX
         padding = (0, self.max_length - tags.shape[1])
-        return {
+        rows = {
             "prediction": F.pad(tags.masked_fill(~first, IGNORE_INDEX), padding, value=IGNORE_INDEX),
             "probability": F.pad(probability.masked_fill(~first, 0.0), padding),
+        }
+        return rows | ({"window": batch["window"]} if "window" in batch else {})
+
+    def merge_predictions(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+        """The predictions of windows as those of records: `tags`, with their index and probability, one per word.
+
+        Words beyond the end of a truncated record have the tag None, the index -100 and the probability 0.
+        """
+        record: list[tuple[Tensor, Tensor]] = []
+        words = 0
+        for batch in batches:
+            if "window" not in batch:  # of a loader
+                yield batch
+                continue
+            done = []
+            for tags, probability, (is_first, count) in zip(
+                batch["prediction"], batch["probability"], batch["window"].tolist(), strict=True
+            ):
+                if is_first and record:
+                    done.append(self._merged(record, words))
+                record, words = ([] if is_first else record), count
+                record.append((tags[tags != IGNORE_INDEX], probability[tags != IGNORE_INDEX]))
+            if done:
+                yield {name: [row[name] for row in done] for name in done[0]}
+        if record:
+            yield {name: [value] for name, value in self._merged(record, words).items()}
+
+    def _merged(self, windows: list[tuple[Tensor, Tensor]], words: int) -> dict[str, Any]:
+        tags, probability = (torch.cat(parts)[:words] for parts in zip(*windows, strict=True))
+        missing = (0, words - len(tags))
+        names = [self.labels.name(tag) for tag in tags.tolist()]
+        return {
+            "tags": [*names, *[None] * missing[1]],
+            "prediction": F.pad(tags, missing, value=IGNORE_INDEX),
+            "probability": F.pad(probability, missing),
         }
 
     @torch.no_grad()
@@ -193,6 +248,26 @@ class TokenClassification(TokenPredictionTask, ClassifyingTask):
 
     def _names(self) -> list[str]:
         return [self.labels.name(index) for index in range(self.labels.count)]
+
+
+class Windows(StoreView):
+    """A token store of `WordEncoder`: `window` says whether it is the first of its record, and how many words that has.
+
+    `ids` are those of the records.
+    """
+
+    def __init__(self, store: Any, ids: list[Any]) -> None:
+        super().__init__(store)
+        self.ids = ids
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.store.lengths - 2
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = self.store[index]
+        window = item["input_ids"][-2:].tolist()
+        return {"input_ids": item["input_ids"][:-2], "labels": item["labels"][:-2], "window": window}
 
 
 class Columns(NamedTuple):
@@ -312,3 +387,30 @@ class TagEncoder(Encoder):
                 labels[place] = self._inside_tag[tags[word]]
             before = word
         return Encoded(np.asarray(made["input_ids"], dtype=np.int32), labels)
+
+
+class WordEncoder(TagEncoder):
+    """Tokenise words to predict tags for. Two numbers follow the tokens of a window, see `Windows`.
+
+    A record without words has one window, so that it has a prediction.
+    """
+
+    def fingerprint(self) -> str:
+        return f"words {super().fingerprint()}"
+
+    def _pieces_of(self, records: Sequence[Any], report: EncodingReport, context: ErrorContext) -> list[list[Encoded]]:
+        found = super()._pieces_of(records, report, context)
+        pieces = []
+        for record, windows in zip(records, found, strict=True):
+            if not windows:
+                report.dropped -= 1
+                report.pieces += 1
+                windows = [Encoded(np.asarray([self._require().pad_token_id]), np.asarray([IGNORE_INDEX]))]
+            words = len(record[self.columns.tokens])
+            pieces.append([_with_numbers(window, int(place == 0), words) for place, window in enumerate(windows)])
+        return pieces
+
+
+def _with_numbers(window: Encoded, is_first: int, words: int) -> Encoded:
+    ids = np.concatenate([window.input_ids, [is_first, words]]).astype(np.int32)
+    return Encoded(ids, np.concatenate([window.labels, [IGNORE_INDEX] * 2]).astype(np.int32))

@@ -67,6 +67,11 @@ def find_keys(record: Any, choices: Sequence[Sequence[str]]) -> tuple[str, ...] 
     return None
 
 
+def is_indexed(data: Any) -> bool:
+    """Whether records can be read by their number, unlike those of loaders and streams."""
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__")
+
+
 def only_columns(records: Any, keys: Sequence[str]) -> Any:
     """Select columns of an HF dataset: reading a row decodes all its columns."""
     return records.select_columns(list(keys)) if hasattr(records, "select_columns") else records

@@ -16,7 +16,7 @@ from trainformer.data.folder import decode_image, read_image
 from trainformer.data.lists import IMAGE_COLUMNS
 from trainformer.data.multimodal import RecordReader, image_parts
 from trainformer.data.pixels import image_tensor, is_pil, tensor_channels, with_channels
-from trainformer.data.text.chat import ASSISTANT_ROLES
+from trainformer.data.text.rendering import ASSISTANT_ROLES
 from trainformer.data.text.schemas import conversation, detect_schema, standard
 
 _READER = RecordReader("image", "text")
