@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from trainformer.adapters.saved import FILE as ADAPTERS
 from trainformer.adapters.state import CONFIG_FILE as ADAPTER_CONFIG
 from trainformer.adapters.state import WEIGHTS_FILE as ADAPTER_WEIGHTS
 from trainformer.backends.torch.quantize import RECIPES, Recipe, recipe_named
@@ -144,7 +145,7 @@ def finalize(
         made = _weights_alone(request, quantize, folder) if request.kind is None else make(request, draft)
         # The tokenizer and whatever else the task put beside the weights; the model's own files are new.
         for record in checkpoint.manifest.components.get("assets", []):
-            if record.name not in {*MODEL_CONFIGS, ADAPTER_CONFIG, ADAPTER_WEIGHTS}:
+            if Path(record.name).name not in {*MODEL_CONFIGS, ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTERS}:
                 shutil.copyfile(request.folder / record.name, folder / record.name)
         notes = (*made.pop("notes", ()), *([note] if note else []), *_for_runtimes(request, folder, gguf))
         result = Finalized(
