@@ -80,11 +80,6 @@ class SavedAdapters:
         """The folder of one of the adapters."""
         return self.folder / name if (self.folder / name / CONFIG_FILE).is_file() else self.folder
 
-    @property
-    def first(self) -> Path:
-        """The folder of the adapter that is next to the base."""
-        return self.place((*self.merged, *self.active)[0])
-
     @cached_property
     def config(self) -> dict[str, Any]:
         """The configuration of the trained adapter in peft."""
@@ -93,7 +88,8 @@ class SavedAdapters:
     @property
     def base(self) -> str | None:
         """The name or folder of the base model, if it is known."""
-        return _config_in(self.first).get("base_model_name_or_path") or None
+        configs = (_config_in(self.place(name)) for name in (*self.merged, *self.active))
+        return next((found for config in configs if (found := config.get("base_model_name_or_path"))), None)
 
     def load_options(self, kind: str | None = None) -> dict[str, Any]:
         """Arguments for `from_pretrained` of the base: classes, and 4 bits if the adapter was trained on them."""

@@ -119,6 +119,8 @@ def save_adapter_config(model: nn.Module, folder: FolderPath, name: str | None =
     inner = adapted_model(model)
     config = copy.deepcopy(inner.peft_config[name or trained_adapter(inner)])
     config.inference_mode = True  # for peft; load_adapter sets it to False
+    if not config.base_model_name_or_path:  # peft leaves it out for a second adapter
+        config.base_model_name_or_path = getattr(inner.get_base_model(), "name_or_path", None) or None
     base = type(inner.get_base_model())
     # Without a task type, peft's Auto classes need the class of the base model.
     mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}

@@ -28,6 +28,7 @@ _TRAINS_BIASES = (
     "Expected an adapter that can be disabled for the reference, received one that trains biases of the "
     "model itself. Pass bias='none', or a reference: reference=<name or folder of the model>."
 )
+_FORGOTTEN = ""
 _SAMPLED = 256  # elements of each tensor in the digest of a reference
 
 
@@ -83,6 +84,10 @@ class ReferenceMixin(LanguageTask):
             return not merged_into(inner.get_base_model())
         return self.adapter is not None and len(active_adapters(inner)) == 1
 
+    def forget_reference(self) -> None:
+        """Do without the reference, as a model does that only predicts."""
+        self._reference_digest = _FORGOTTEN
+
     def _load(self) -> nn.Module:
         model = super()._load()
         self._build_reference(model)
@@ -137,6 +142,8 @@ class ReferenceMixin(LanguageTask):
         return {"reference": self._reference_digest}
 
     def check_state(self, state: dict[str, Any]) -> None:
+        if self._reference_digest == _FORGOTTEN:
+            return
         if self.needs_reference and state.get("reference") not in (None, self._reference_digest):
             raise DataError(
                 "Expected the reference model that the run started with, received another one. Pass the same "
@@ -156,6 +163,11 @@ class ReferenceMixin(LanguageTask):
     @contextmanager
     def reference_model(self) -> Iterator[nn.Module]:
         """The reference in eval mode. Use it before the policy's forward pass, without gradients."""
+        if self._reference_digest == _FORGOTTEN:
+            raise BadArgument(
+                "Expected the model before training as the reference, received a trained model alone, which predicts. To "
+                "evaluate it, make the task as in training and pass it: trainformer.load(folder, task=...)."
+            )
         if self._reference is not None:
             yield self._reference
         elif self._initial is not None:
