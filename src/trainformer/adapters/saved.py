@@ -3,7 +3,7 @@
 The model is its base, with the adapters in `merged` merged in that order, and those in `active` applied together; one
 of these was trained. An adapter that is the whole difference to its base lies in the folder itself, where
 `PeftModel.from_pretrained` finds it. Otherwise each lies in a folder of its own, so that nobody opens one of them as if
-it were all. ``adapters.json`` describes them.
+it were all. ``adapters.json`` describes what peft's own files do not.
 """
 
 from __future__ import annotations
@@ -238,7 +238,6 @@ def write_adapters(model: nn.Module, weights: Path) -> list[str]:
         save_adapter(inner, folder / name, name=name)
     written += [f"{name}/{file}" for name in (*names, *others) for file in (CONFIG_FILE, WEIGHTS_FILE)]
     content = {
-        "version": _VERSION,
         "merged": names,
         "active": active,
         "trained": trained,
@@ -246,7 +245,9 @@ def write_adapters(model: nn.Module, weights: Path) -> list[str]:
         "model_config": _labels(inner, trained),
         "quantization": _quantization(base),
     }
-    (folder / FILE).write_text(json.dumps(content, indent=1))
+    if alone and not any(content[key] for key in ("inactive", "model_config", "quantization")):
+        return written  # peft's own file says it all
+    (folder / FILE).write_text(json.dumps({"version": _VERSION, **content}, indent=1))
     return [*written, FILE]
 
 

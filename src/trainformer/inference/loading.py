@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.adapters.base import kind_of_name, kind_of_task_type
-from trainformer.adapters.saved import FILE as ADAPTERS
 from trainformer.adapters.saved import SavedAdapters
 from trainformer.adapters.state import CONFIG_FILE as ADAPTER_CONFIG
 from trainformer.checkpointing import Checkpoint
@@ -214,13 +213,8 @@ def _changes(record: TaskRecord, folder: Path, base: str | Path | None) -> dict[
         elif not _is_safe(record.arguments.get("model_kwargs")):
             do = "Make the task yourself and pass it as task=."
             raise BadArgument(expected("model_kwargs that are numbers", record.arguments["model_kwargs"], do))
-        elif (folder / ADAPTERS).is_file() or record.arguments.get("adapter") is None:
+        else:
             changes |= {"model_name": str(folder), "adapter": None, "base": None if base is None else str(base)}
-        elif base is not None:  # saved before adapters were described
-            changes["model_name"] = str(base)
-        elif "model_name" in record.opaque:
-            do = "Pass base=, a hub name or a folder of the model."
-            raise BadArgument(expected("the model that the adapter belongs to", "none", do))
         if "cache_dir" in names:
             changes["cache_dir"] = None
         if is_base(record.arguments.get("reference")):

@@ -73,10 +73,8 @@ def _find(model_name: Any, base: Any) -> Pretrained:
         )
     local = isinstance(source, str) and (source.startswith((".", "/", "~")) or source.count("/") > 1)
     if local and not Path(source).expanduser().is_dir():
-        raise BadArgument(
-            f"Expected the base model of the adapter in {saved.folder} at {source!r}, received no such folder. Pass "
-            "base=, a hub name or the folder where the model is now."
-        )
+        what = f"the base model of the adapter in {saved.folder} to be a folder that exists"
+        raise BadArgument(expected(what, source, "Pass base=, a hub name or the folder where the model is now."))
     if isinstance(source, str | Path):
         # A base that is an adapter or a run itself, as of an adapter that somebody trained on a PeftModel.
         inner = _find(source, None)
