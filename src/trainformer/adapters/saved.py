@@ -151,7 +151,19 @@ def open_adapters(model: nn.Module, saved: SavedAdapters) -> nn.Module:
     for name in (*saved.active, *saved.inactive):
         model = load_adapter(model, saved.place(name), name)
     activate(model, saved.active, saved.trained)
+    _check_complete(model, saved)
     return model
+
+
+def _check_complete(model: nn.Module, saved: SavedAdapters) -> None:
+    """Reject adapters whose base has random weights that they do not bring along."""
+    new = getattr(adapted_model(model).get_base_model(), "new_weights", ())
+    parts = [part for name in saved.active for part in _config_in(saved.place(name)).get("modules_to_save") or ()]
+    lost = [key for key in new if not any(f".{part}." in f".{key}" for part in parts)]
+    if lost:
+        what = f"all weights of the model in its base or in the adapter in {saved.folder}"
+        do = "The adapter was saved without a part of the model that was new. Train it again from its base."
+        raise BadArgument(expected(what, f"neither for {', '.join(lost[:3])}", do))
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:

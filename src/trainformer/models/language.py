@@ -65,6 +65,8 @@ def _check_loaded(model: Any, kind: str, report: Mapping[str, Any], name: str) -
     """Reject weights that transformers initialised at random or left out, with no more than a warning."""
     saved_as = (getattr(model.config, "architectures", None) or [None])[0]
     expects_head = kind in _NEW_HEADS and saved_as != type(model).__name__
+    # An adapter of a model has to save these: they are in no file of its base.
+    model.new_weights = sorted(report["missing_keys"]) if kind != "embedding" else []
     problems = []
     for what, keys in (("missing", report["missing_keys"]), ("unused", report["unexpected_keys"])):
         odd = sorted(key for key in keys if not (expects_head and _is_head(model, key)))

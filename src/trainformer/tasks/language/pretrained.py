@@ -75,14 +75,18 @@ def _find(model_name: Any, base: Any) -> Pretrained:
     if local and not Path(source).expanduser().is_dir():
         what = f"the base model of the adapter in {saved.folder} to be a folder that exists"
         raise BadArgument(expected(what, source, "Pass base=, a hub name or the folder where the model is now."))
-    if isinstance(source, str | Path):
-        # A base that is an adapter or a run itself, as of an adapter that somebody trained on a PeftModel.
-        inner = _find(source, None)
-        if inner.adapters is not None:
-            do = "Merge that adapter into its base first (trainformer finalize), and pass the folder as base=."
-            raise BadArgument(expected(f"a whole model as the base of {saved.folder}", f"{source}, an adapter", do))
-        source = inner.source
-    return Pretrained(source, saved, str(saved.folder))
+    return Pretrained(_whole_model(source, saved.folder), saved, str(saved.folder))
+
+
+def _whole_model(base: Any, folder: Path) -> Any:
+    """The base of the adapter in a folder: the newest checkpoint of a run, or itself. It has to be a whole model."""
+    if not isinstance(base, str | Path) or not (place := Path(base).expanduser()).is_dir():
+        return base
+    place = (newest_checkpoint(place) or place) if is_run(place) else place
+    if SavedAdapters.read(place) is not None:
+        do = "Merge that adapter into its base first (trainformer finalize), and pass the folder as base=."
+        raise BadArgument(expected(f"a whole model as the base of the adapter in {folder}", f"{place}, an adapter", do))
+    return str(place)
 
 
 def is_run(folder: Path) -> bool:
