@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from trainformer.adapters.base import Adapter, is_adapted, unwrap_model
 from trainformer.adapters.qlora import is_quantised
-from trainformer.adapters.saved import check_trainable, merge_adapters, open_adapters, stack_adapter
+from trainformer.adapters.saved import check_trainable, merge_adapters, open_adapters, remember_frozen, stack_adapter
 from trainformer.core import BadArgument, Loss
 from trainformer.core.errors import check_choice, check_count, expected
 from trainformer.data.text.collate import pad
@@ -115,7 +115,10 @@ class LanguageTask(AdapterMixin):
             self._fit_vocabulary(model)
         if found.adapters is not None:
             model = open_adapters(model, found.adapters)
-        return self._adapt(model)
+        model = self._adapt(model)
+        if is_adapted(model):
+            remember_frozen(model)
+        return model
 
     def _adapt(self, model: nn.Module) -> nn.Module:
         """Add the new adapter, if there is one."""
