@@ -30,6 +30,7 @@ from trainformer.data.text.store import tokenize
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
 from trainformer.models.language import OutputStates, ensure_pad_token, load_model, load_tokenizer
 from trainformer.models.modes import eval_mode
+from trainformer.models.rope import check_rope_scaling, scaled_source
 from trainformer.tasks.adapter_mixin import AdapterMixin
 from trainformer.tasks.language.positions import fit_lengths
 
@@ -52,12 +53,15 @@ class LanguageTask(AdapterMixin):
     dtype: str | None = None  # of the weights: fp32 (default), bf16 or fp16
     attention: str | None = None  # eager, sdpa, flash_attention_2, ...
     model_kwargs: dict[str, Any] = field(default_factory=dict)
+    rope_scaling: str | dict[str, Any] | None = None  # linear, dynamic, yarn or llama3; or a dict of options
+    rope_factor: float | None = None  # None: what max_length needs
 
     def _init_task(self) -> None:
         """Validate shared arguments before anything is loaded. Call it from `__post_init__`."""
         if self.dtype is not None and self.dtype not in _DTYPES:
             raise BadArgument(expected(f"dtype to be one of {', '.join(_DTYPES)} or None", self.dtype))
         check_count("max_length", self.max_length, least=2)
+        check_rope_scaling(self.rope_scaling, self.rope_factor)
         self._check_adapter(self.kind, packing=bool(getattr(self, "packing", False)))
         self._model: nn.Module | None = None
 
@@ -93,7 +97,11 @@ class LanguageTask(AdapterMixin):
         if self.adapter is not None:
             options = {**self.adapter.load_options(self.kind), **options}
         dtype = None if self.dtype is None else _DTYPES[self.dtype]
-        model = load_model(self.model_name, self.kind, dtype=dtype, **options)
+        source = self.model_name
+        if self.rope_scaling is not None:
+            source, config = scaled_source(source, self.rope_scaling, self.rope_factor, self.max_length)
+            options = {**options, **config}
+        model = load_model(source, self.kind, dtype=dtype, **options)
         self._fit_vocabulary(model)
         return model if self.adapter is None else self.adapter.apply(model, kind=self.kind)
 
