@@ -53,7 +53,7 @@ class EmbeddingNoise:
         """A number for each row, from its tokens, the step and the seed."""
         places = torch.arange(1, ids.shape[1] + 1, device=ids.device)
         found = torch.where(real, _mix(ids + places * _GOLDEN), 0).sum(1)
-        return _mix(_mix(found + self.seed * _GOLDEN) + self.step * _GOLDEN)
+        return _mix(_mix(found + _wrapped(self.seed * _GOLDEN)) + _wrapped(self.step * _GOLDEN))
 
     def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         if not module.training:
@@ -115,6 +115,11 @@ def _mix(z: Tensor) -> Tensor:
     z = (z ^ _shifted(z, 30)) * _FACTORS[0]
     z = (z ^ _shifted(z, 27)) * _FACTORS[1]
     return z ^ _shifted(z, 31)
+
+
+def _wrapped(number: int) -> int:
+    """As a signed 64-bit number."""
+    return (number + 2**63) % 2**64 - 2**63
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:

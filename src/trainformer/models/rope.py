@@ -100,6 +100,8 @@ def scale_rope(config: Any, scaling: str | Mapping[str, Any], factor: float | No
     if kind in ("yarn", "llama3"):
         text.rope_parameters[_ORIGINAL] = positions
     text.max_position_embeddings = positions if kind == _KEEPS_POSITIONS else math.ceil(positions * chosen)
+    if getattr(text, "head_dim", 0) is None:  # as in Mixtral's config; transformers multiplies with it
+        text.head_dim = text.hidden_size // text.num_attention_heads
     try:
         text.validate_rope()
     except (KeyError, ValueError) as error:
