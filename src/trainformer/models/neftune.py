@@ -22,6 +22,7 @@ _FACTORS = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 class _Rows(NamedTuple):
     keys: Tensor  # (B,)
     lengths: Tensor  # (B, T): of the document of each token; 0 at padding
+    in_eval: bool
 
 
 class EmbeddingNoise:
@@ -41,9 +42,12 @@ class EmbeddingNoise:
         self._rows: _Rows | None = None
 
     @contextmanager
-    def rows(self, input_ids: Tensor, lengths: Tensor) -> Iterator[None]:
-        """Announce the rows of the next forward pass, with the length of each token's document (0 at padding)."""
-        self._rows = _Rows(self._keys(input_ids, lengths > 0), lengths)
+    def rows(self, input_ids: Tensor, lengths: Tensor, in_eval: bool = False) -> Iterator[None]:
+        """Announce the rows of the next forward pass, with the length of each token's document (0 at padding).
+
+        With `in_eval` they get the same noise in eval mode.
+        """
+        self._rows = _Rows(self._keys(input_ids, lengths > 0), lengths, in_eval)
         try:
             yield
         finally:
@@ -56,10 +60,10 @@ class EmbeddingNoise:
         return _mix(_mix(found + _wrapped(self.seed * _GOLDEN)) + _wrapped(self.step * _GOLDEN))
 
     def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        if not module.training:
+        rows = self._rows
+        if not module.training and (rows is None or not rows.in_eval):
             return output
         width = output.shape[-1]
-        rows = self._rows
         if rows is None:
             most = self.alpha / (output.shape[1] * width) ** 0.5
             return output + torch.zeros_like(output).uniform_(-most, most)

@@ -22,7 +22,6 @@ from trainformer.losses.tokens import TokenLoss
 from trainformer.models.language import OutputStates
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.base import GenerationMixin, TokenPredictionTask, data_name
-from trainformer.tasks.language.neftune import NoisyEmbeddingsMixin
 from trainformer.tasks.language.router import RouterLossMixin
 
 # No attention mask: padding is on the right, where no token of a causal model attends, and has no labels. With a mask,
@@ -32,7 +31,7 @@ _PACKING_TOLERANCE = 1e-3  # between packed and unpacked logits: other kernels, 
 
 
 @dataclass(eq=False)
-class CausalLM(RouterLossMixin, NoisyEmbeddingsMixin, GenerationMixin, TokenPredictionTask):
+class CausalLM(RouterLossMixin, GenerationMixin, TokenPredictionTask):
     """Train a causal language model of transformers (GPT, Llama, Mistral, Qwen, ...), pretrained or from scratch.
 
     `model_name` is a hub name, a folder, a config (random weights) or a model; `tokenizer` defaults to the one of

@@ -29,7 +29,6 @@ from trainformer.losses.preference import (
 from trainformer.losses.tokens import SequenceLogProbs
 from trainformer.models.language import OutputStates
 from trainformer.tasks.language.base import GenerationMixin, data_name
-from trainformer.tasks.language.neftune import NoisyEmbeddingsMixin
 from trainformer.tasks.language.reference import AnswerScorer, ReferenceMixin, is_base
 from trainformer.tasks.language.router import RouterLossMixin
 
@@ -39,7 +38,7 @@ _PER_TOKEN = ("ipo", "orpo", "simpo")  # these use the mean log probability per 
 
 
 @dataclass(eq=False)
-class DPO(RouterLossMixin, NoisyEmbeddingsMixin, ReferenceMixin, GenerationMixin):
+class DPO(RouterLossMixin, ReferenceMixin, GenerationMixin):
     """Train a causal language model to prefer the chosen of two answers.
 
     Records have a `prompt`, a `chosen` and a `rejected` answer, as texts or messages; if both answers are whole

@@ -67,12 +67,12 @@ class NoisyEmbeddingsMixin(LanguageTask):
         if self._noise not in layer._forward_hooks.values():
             layer.register_forward_hook(self._noise)
 
-    def _noisy(self, batch: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+    def _noisy(self, batch: Mapping[str, Tensor], in_eval: bool = False) -> AbstractContextManager[None]:
         """A context for the forward pass of a training batch."""
         if self._noise is None:
             return nullcontext()
         rows = {name: batch[name].flatten(0, -2) for name in batch if batch[name].ndim > 1}
-        return self._noise.rows(rows["input_ids"], document_lengths(rows))
+        return self._noise.rows(rows["input_ids"], document_lengths(rows), in_eval)
 
     # -- state ---------------------------------------------------------------------------------------------
 

@@ -23,14 +23,14 @@ from trainformer.models.experts import Experts, experts_of
 from trainformer.models.language import OutputStates
 from trainformer.models.modes import eval_mode
 from trainformer.models.neftune import real_tokens
-from trainformer.tasks.language.base import LanguageTask
+from trainformer.tasks.language.neftune import NoisyEmbeddingsMixin
 from trainformer.utils.distributed import all_reduce_sum, is_dtensor, is_padding, world_size
 
 _SCOPES = ("step", "batch")
 
 
 @dataclass(eq=False)
-class RouterLossMixin(LanguageTask):
+class RouterLossMixin(NoisyEmbeddingsMixin):
     """Adds the load-balancing loss of a mixture of experts to the loss, and logs how even the load is.
 
     `router_aux_loss_coef` is its weight; None takes the one of the model's config, 0 turns it off.
@@ -122,7 +122,8 @@ class RouterLossMixin(LanguageTask):
 
     def _route(self, batch: Mapping[str, Tensor]) -> RouterStatistics:
         """The statistics of a batch, from a forward pass."""
-        self._router_states(self.model, self._router_inputs(batch))
+        with self._noisy(batch, in_eval=True):
+            self._router_states(self.model, self._router_inputs(batch))
         return self._statistics(batch)
 
     def _router_inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
