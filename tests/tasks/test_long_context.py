@@ -81,18 +81,20 @@ def test_adapters_and_preferences_train_at_the_longer_length_and_finalize_keeps_
     tokenizer.save_pretrained(folder)
     options = {"max_length": 128, "rope_scaling": "linear", "cache_dir": tmp_path / "tokens"}
     task = DPO(str(folder), adapter=LoRA(r=2, dropout=0), **options)
-    trainer_for(task, preferences()[:4], max_steps=1, run_dir=tmp_path / "run").fit()
+    run = trainer_for(task, preferences()[:4], max_steps=1, run_dir=tmp_path / "run").fit()
     ids = torch.randint(0, 320, (1, 100), generator=torch.Generator().manual_seed(0))
     task.model.eval()
     finalize(tmp_path / "run", tmp_path / "final")
     final = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     torch.testing.assert_close(final(ids).logits, task.model(ids).logits, rtol=1e-4, atol=1e-5)
     assert final.config.rope_parameters["factor"] == 2.0
+    again = DPO(str(checkpoint_of(run)), max_length=128, cache_dir=tmp_path / "tokens")  # the adapter has it, too
+    torch.testing.assert_close(again.model.eval()(ids).logits, task.model(ids).logits)
 
 
 def test_the_default_length_is_lowered_to_the_positions_and_a_longer_one_is_refused(task):
     assert trainer_for(task(llama(), max_length=64), TEXTS).task.max_length == 64
-    with pytest.raises(BadArgument, match="at most 64, the positions that the model has, received 65.*rope_scaling"):
+    with pytest.raises(BadArgument, match=r"at most 64, the positions that the model has, received 65.*rope_scaling"):
         trainer_for(task(llama(), max_length=65), TEXTS)
     default = task(llama(max_position_embeddings=48), max_length=2048)  # as if it was left out
     assert trainer_for(default, TEXTS).task.max_length == 48

@@ -121,6 +121,15 @@ def task_type(kind: str | None) -> str | None:
     return _TASK_TYPES.get(kind or "")
 
 
+def kind_of_task_type(name: str | None) -> str | None:
+    """The kind of model that a task type of peft stands for; None if it is unknown.
+
+    >>> kind_of_task_type("SEQ_2_SEQ_LM")
+    'seq2seq'
+    """
+    return next((kind for kind, known in _TASK_TYPES.items() if known == name), None)
+
+
 def kind_of(model: nn.Module) -> str | None:
     """The kind of a transformers model, from its class and configuration; None for other modules.
 

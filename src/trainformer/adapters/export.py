@@ -11,6 +11,7 @@ from trainformer.adapters.base import FolderPath, adapted_model, is_adapted, unw
 from trainformer.adapters.lora import LoRA
 from trainformer.adapters.prefix import PrefixTuning
 from trainformer.adapters.qlora import QLoRA, is_quantised
+from trainformer.adapters.state import trained_adapter
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -20,7 +21,7 @@ def merge_adapter(model: nn.Module) -> nn.Module:
     if not is_adapted(model):
         return unwrap_model(model)
     inner = adapted_model(model)
-    if inner.peft_config["default"].is_prompt_learning:
+    if inner.peft_config[trained_adapter(inner)].is_prompt_learning:
         return PrefixTuning().merge(inner)
     return (QLoRA if is_quantised(inner) else LoRA)().merge(inner)
 

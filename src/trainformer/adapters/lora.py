@@ -162,8 +162,20 @@ class LoRA(Adapter):
                 raise BadArgument(expected(what, index, do))
         if isinstance(given, Mapping):
             check_names(model, list(given), "trainable_token_indices")
+            self._check_tied_rows(model, given)
             return {name: list(indices) for name, indices in given.items()}
         return list(given)
+
+
+    @staticmethod
+    def _check_tied_rows(model: nn.Module, given: Mapping[str, Sequence[int]]) -> None:
+        """Reject rows of one of two tied layers alone: peft would train a copy, and merge it into both."""
+        tied = tied_embeddings(model)
+        named = {name: list(rows) for name, rows in given.items() if names_of(model, tied, [name])}
+        inputs = names_of(model, tied[:1], list(named))
+        if named and (not inputs or any(rows != named[inputs[0]] for rows in named.values())):
+            what = "trainable_token_indices of the input embeddings, whose weight the output layer shares"
+            raise BadArgument(expected(what, dict(given), "Pass a list of rows: it is for both."))
 
 
 def merge_peft_model(model: Any) -> nn.Module:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainformer.adapters.base import FolderPath, adapted_model, check_kind, is_adapted, peft, unwrap_model
 from trainformer.adapters.lora import LoRA, merge_peft_model
-from trainformer.adapters.state import adapter_state_dict, load_adapter_state_dict
+from trainformer.adapters.state import active_adapters, adapter_state_dict, load_adapter_state_dict
 from trainformer.adapters.targets import is_conv1d
 from trainformer.core.errors import BadArgument, check_choice, expected
 from trainformer.core.optional import require
@@ -112,16 +112,21 @@ class QLoRA(LoRA):
         inner = adapted_model(model)
         if not is_quantised(inner):
             return merge_peft_model(inner)
-        config = inner.peft_config["default"]
-        state = {n: tensor.clone() for n, tensor in adapter_state_dict(inner).items()}
+        names = active_adapters(inner)
+        configs = {name: inner.peft_config[name] for name in names}
+        states = {name: {k: t.clone() for k, t in adapter_state_dict(inner, name=name).items()} for name in names}
         plain = inner.unload()
         transposed = [n for n, part in plain.named_modules() if is_conv1d(getattr(part, "source_cls", None))]
         dtype = _stream_dtype(plain)
         _undo_norms(plain, dtype)
         plain = plain.dequantize(dtype)
         plain.is_loaded_in_4bit = False
-        again = peft().get_peft_model(plain, config)
-        load_adapter_state_dict(again, state)
+        again = peft().get_peft_model(plain, configs[names[0]], adapter_name=names[0])
+        for name in names[1:]:
+            again.add_adapter(name, configs[name])
+        for name in names:
+            load_adapter_state_dict(again, states[name], name)
+        again.base_model.set_adapter(list(names))
         plain = merge_peft_model(again)
         for name in transposed:
             # bitsandbytes transposed GPT-2's `Conv1D`, and transformers does not undo it.

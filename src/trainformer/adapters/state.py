@@ -26,88 +26,119 @@ _DEFAULT = "default"
 _TRAINED = (".lora_", ".trainable_tokens_")
 
 
-def adapter_state_dict(model: nn.Module, embeddings: bool | None = None) -> dict[str, Tensor]:
+def adapter_state_dict(
+    model: nn.Module, embeddings: bool | None = None, name: str | None = None
+) -> dict[str, Tensor]:
     """The weights of a model's adapter, and of modules and token rows that are trained in full.
+
+    `name` chooses one of several adapters; default: the one that is trained.
 
     Frozen weights are not included, with one exception: embeddings whose vocabulary size differs from the model on
     disk, unless `trainable_token_indices` covers every new row; `embeddings` overrides this. Names are peft's; tied
     embeddings appear once. Tensors share memory with the model, as in `state_dict()`.
     """
     inner = adapted_model(model)
-    whole = _embeddings_resized(inner) if embeddings is None else embeddings
+    adapter = name or trained_adapter(inner)
+    whole = _embeddings_resized(inner, adapter) if embeddings is None else embeddings
     # Embeddings are collected here: peft omits a resized output layer if the input layer is adapted.
-    state = dict(peft().get_peft_model_state_dict(inner, adapter_name=_name(inner), save_embedding_layers=False))
+    state = dict(peft().get_peft_model_state_dict(inner, adapter_name=adapter, save_embedding_layers=False))
     if whole:
         seen = {tensor.data_ptr() for tensor in state.values()}
-        for name, tensor in _embedding_weights(inner).items():
+        for key, tensor in _embedding_weights(inner).items():
             if tensor.data_ptr() not in seen:
                 seen.add(tensor.data_ptr())
-                state[name] = tensor
-    return {name: tensor.detach() for name, tensor in state.items()}
+                state[key] = tensor
+    return {key: tensor.detach() for key, tensor in state.items()}
 
 
-def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load all weights of a model's adapter. Any mismatch of names or shapes is an error that changes nothing."""
+def saved_adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """`adapter_state_dict` for a file that peft reads: tied embeddings that are trained in full are in it twice.
+
+    A file of ours has them once, and the other name in its metadata, which peft does not know.
+    """
+    state: dict[str, Tensor] = {}
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for name, tensor in adapter_state_dict(model).items():
+        place = (tensor.data_ptr(), tuple(tensor.shape))
+        state[name] = tensor.clone() if place in seen and tensor.numel() else tensor
+        seen.add(place)
+    return state
+
+
+def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor], name: str | None = None) -> None:
+    """Load all weights of a model's adapter. Any mismatch of names or shapes is an error that changes nothing.
+
+    `name` chooses one of several adapters; default: the one that is trained.
+    """
     inner = adapted_model(model)
-    needed = adapter_state_dict(inner, embeddings=False)
-    own = needed | adapter_state_dict(inner, embeddings=True)
-    wrong = [name for name, tensor in state.items() if name in own and own[name].shape != tensor.shape]
+    adapter = name or trained_adapter(inner)
+    needed = adapter_state_dict(inner, embeddings=False, name=adapter)
+    own = needed | adapter_state_dict(inner, embeddings=True, name=adapter)
+    own |= {key: tensor for key, tensor in _embedding_weights(inner).items() if key in state}  # peft has tied ones twice
+    wrong = [key for key, tensor in state.items() if key in own and own[key].shape != tensor.shape]
     problems = [
         f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
         for what, names in (
-            ("missing", [name for name in needed if name not in state]),
-            ("not in the model", [name for name in state if name not in own]),
-            ("of another shape", [f"{name} {tuple(state[name].shape)}/{tuple(own[name].shape)}" for name in wrong]),
+            ("missing", [key for key in needed if key not in state]),
+            ("not in the model", [key for key in state if key not in own]),
+            ("of another shape", [f"{key} {tuple(state[key].shape)}/{tuple(own[key].shape)}" for key in wrong]),
         )
         if names
     ]
     if problems:
         do = "Use the adapter, with the same settings, that the weights were saved from."
-        for name in wrong:
-            if "embed" in name or "wte" in name or "shared" in name:
-                rows = state[name].shape[0]
+        for key in wrong:
+            if "embed" in key or "wte" in key or "shared" in key:
+                rows = state[key].shape[0]
                 do = f"The vocabulary was resized: call model.resize_token_embeddings({rows}) first."
         raise DataError(expected("the weights of an adapter like that of the model", "; ".join(problems), do))
-    peft().set_peft_model_state_dict(inner, dict(state), adapter_name=_name(inner))
+    peft().set_peft_model_state_dict(inner, dict(state), adapter_name=adapter)
 
 
-def save_adapter(model: nn.Module, folder: FolderPath, embeddings: bool | None = None) -> list[str]:
+def save_adapter(
+    model: nn.Module, folder: FolderPath, embeddings: bool | None = None, name: str | None = None
+) -> list[str]:
     """Write a model's adapter for `load_adapter` and `PeftModel.from_pretrained`. Returns the names of the files.
 
-    `embeddings` as in `adapter_state_dict`.
+    `embeddings` and `name` as in `adapter_state_dict`.
     """
     from safetensors.torch import save_file
 
     inner = adapted_model(model)
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.cpu().contiguous().clone() for name, tensor in adapter_state_dict(inner, embeddings).items()}
-    save_file(state, target / WEIGHTS_FILE, {"format": "pt"})
-    save_adapter_config(inner, target)
+    found = adapter_state_dict(inner, embeddings, name)
+    save_file({k: t.cpu().contiguous().clone() for k, t in found.items()}, target / WEIGHTS_FILE, {"format": "pt"})
+    (target / WEIGHTS_FILE).chmod(0o644)  # safetensors makes it readable by its owner alone
+    save_adapter_config(inner, target, name)
     return [CONFIG_FILE, WEIGHTS_FILE]
 
 
-def save_adapter_config(model: nn.Module, folder: FolderPath) -> None:
+def save_adapter_config(model: nn.Module, folder: FolderPath, name: str | None = None) -> None:
     """Write the adapter's configuration, without its weights."""
     inner = adapted_model(model)
-    config = copy.deepcopy(inner.peft_config[_name(inner)])
+    config = copy.deepcopy(inner.peft_config[name or trained_adapter(inner)])
     config.inference_mode = True  # for peft; load_adapter sets it to False
+    if not config.base_model_name_or_path:  # peft leaves it out for a second adapter
+        config.base_model_name_or_path = getattr(inner.get_base_model(), "name_or_path", None) or None
     base = type(inner.get_base_model())
     # Without a task type, peft's Auto classes need the class of the base model.
     mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
     config.save_pretrained(str(folder), auto_mapping_dict=None if config.task_type else mapping)
 
 
-def save_adapter_beside(model: nn.Module, weights: Path) -> list[str]:
+def save_adapter_beside(model: nn.Module, weights: Path, subfolder: str | None = None) -> list[str]:
     """Make a checkpoint folder readable for `PeftModel.from_pretrained`: add the configuration and link `weights`.
 
-    As with peft, an adapter with another name than "default" gets a folder of that name. Links the checkpoint's own
-    file, because the model may have trained on while it was written in the background.
+    As with peft, an adapter with another name than "default" gets a folder of that name; `subfolder` asks for one in
+    any case. Links the checkpoint's own file, because the model may have trained on while it was written in the
+    background. Returns the names of the files.
     """
-    name = _name(adapted_model(model))
-    folder = weights.parent
-    if name != _DEFAULT and folder.name != name:
-        folder = folder / name
+    name = trained_adapter(adapted_model(model))
+    folder, inside = weights.parent, ""
+    if subfolder is not None or (name != _DEFAULT and folder.name != name):
+        inside = f"{subfolder or name}/"
+        folder = folder / (subfolder or name)
     folder.mkdir(exist_ok=True)
     save_adapter_config(model, folder)
     if weights != folder / WEIGHTS_FILE:
@@ -115,47 +146,68 @@ def save_adapter_beside(model: nn.Module, weights: Path) -> list[str]:
             os.link(weights, folder / WEIGHTS_FILE)
         except OSError:  # no hard links
             shutil.copyfile(weights, folder / WEIGHTS_FILE)
-    return [CONFIG_FILE, WEIGHTS_FILE]
+    return [f"{inside}{CONFIG_FILE}", f"{inside}{WEIGHTS_FILE}"]
 
 
 def adapter_file(model: nn.Module) -> str:
     """Where peft stores the weights of a model's adapter, relative to the folder of a checkpoint."""
-    name = _name(adapted_model(model))
+    name = trained_adapter(adapted_model(model))
     return WEIGHTS_FILE if name == _DEFAULT else f"{name}/{WEIGHTS_FILE}"
 
 
-def _name(model: Any) -> str:
-    """The name of the adapter that is trained."""
+def trained_adapter(model: Any) -> str:
+    """The name of the adapter that is trained.
+
+    peft calls it the active one also if others are active with it. A user may have activated several at once: then it
+    is the one with trainable weights.
+    """
     active = model.active_adapter
-    return active if isinstance(active, str) else active[0]
+    if isinstance(active, str):
+        return active
+    trainable = [f"{name}." for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return next((name for name in active if any(f".{name}." in key for key in trainable)), active[-1])
 
 
-def load_adapter(model: nn.Module, folder: FolderPath) -> nn.Module:
+def active_adapters(model: nn.Module) -> tuple[str, ...]:
+    """The names of the adapters that a model applies."""
+    inner = adapted_model(model)
+    active = getattr(inner.base_model, "active_adapters", None)
+    if inner.peft_config[inner.active_adapter].is_prompt_learning or not isinstance(active, list):
+        return (inner.active_adapter,)
+    return tuple(active)
+
+
+def load_adapter(model: nn.Module, folder: FolderPath, name: str | None = None) -> nn.Module:
     """Load weights into an adapted model, in place, or add the saved adapter to a plain model.
 
-    Returns the adapted model, ready to train. A resized vocabulary must already have its new size.
+    With a `name` that an adapted model does not have yet, add the saved adapter under it. Returns the adapted model,
+    ready to train. A resized vocabulary must already have its new size.
     """
     source = Path(folder)
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (source / name).is_file():
-            raise DataError(expected(f"the folder of an adapter, with {name}", f"'{source}', which has none"))
+    for file in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (source / file).is_file():
+            pickled = " but adapter_model.bin, which may hold code" if (source / "adapter_model.bin").is_file() else ""
+            raise DataError(expected(f"the folder of an adapter, with {file}", f"'{source}', which has none{pickled}"))
     state = read_weights(source, [WEIGHTS_FILE])
-    if not is_adapted(model):
+    if not is_adapted(model) or (name is not None and name not in adapted_model(model).peft_config):
         config = peft().PeftConfig.from_pretrained(str(source))
         if getattr(config, "megatron_config", None) is not None:
             do = "peft would import any module that it names."
             raise DataError(expected(f"an adapter without megatron_config in '{source}'", config.megatron_config, do))
         config.inference_mode = False
         try:
-            model = peft().get_peft_model(unwrap_model(model), config)
+            if is_adapted(model):
+                adapted_model(model).add_adapter(name, config)
+            else:
+                model = peft().get_peft_model(unwrap_model(model), config, adapter_name=name or _DEFAULT)
         except ValueError as error:
             what = f"the model that the adapter in '{source}' was made for"
             raise BadArgument(expected(what, f"a {type(model).__name__}: {error}")) from error
-    load_adapter_state_dict(model, state)
+    load_adapter_state_dict(model, state, name)
     return model
 
 
-def _embeddings_resized(model: Any) -> bool:
+def _embeddings_resized(model: Any, name: str) -> bool:
     """Whether embeddings must be saved: the vocabulary size differs from disk, and new rows are not saved separately.
 
     False for a model that did not come from disk, or whose folder is gone. `trainable_token_indices` saves new rows
@@ -165,7 +217,7 @@ def _embeddings_resized(model: Any) -> bool:
     rows, before = vocabulary_size(base), base_vocabulary_size(base)
     if rows is None or before is None or rows == before:
         return False
-    indices = getattr(model.peft_config[_name(model)], "trainable_token_indices", None)
+    indices = getattr(model.peft_config[name], "trainable_token_indices", None)
     if not indices or rows < before:
         return True
     lists = list(indices.values()) if isinstance(indices, dict) else [indices]

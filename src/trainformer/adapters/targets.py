@@ -125,7 +125,8 @@ def head_names(model: nn.Module, kind: str | None) -> list[str]:
     """Modules of the task head, which are newly initialised and therefore trained in full.
 
     timm models report their classifier. In a transformers model for classification, it is everything but the encoder
-    (DistilBERT has a ``pre_classifier`` too). Language models have no head: their output layer is pretrained.
+    (DistilBERT has a ``pre_classifier`` too), and what its files did not have (`new_weights`: a pooler in the encoder).
+    Language models have no head: their output layer is pretrained.
 
     >>> head_names(nn.Sequential(), "causal_lm")
     []
@@ -138,7 +139,9 @@ def head_names(model: nn.Module, kind: str | None) -> list[str]:
         return []
     encoder = getattr(model, "base_model_prefix", None)
     if hasattr(getattr(model, "config", None), "model_type"):
-        return [name for name, part in model.named_children() if name != encoder and _has_weights(part)]
+        names = [name for name, part in model.named_children() if name != encoder and _has_weights(part)]
+        new = dict.fromkeys(key.rpartition(".")[0] for key in getattr(model, "new_weights", ()))
+        return [*names, *(name for name in new if name.partition(".")[0] not in names)]
     return [name for name, part in model.named_children() if name in _HEADS and _has_weights(part)]
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from trainformer.core.errors import DataError
 from trainformer.utils.files import decode_json
+from trainformer.utils.run_folders import MANIFEST as MANIFEST
 
 logger = logging.getLogger("trainformer")
 
-MANIFEST = "manifest.json"
 FORMAT = 2
 
 

@@ -20,8 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainformer.checkpointing.manifest import MANIFEST, FileRecord, InvalidCheckpoint, Manifest
-from trainformer.utils.files import decode_json, make_folder, sync, write_atomically
+from trainformer.utils.files import make_folder, sync, write_atomically
 from trainformer.utils.processes import is_alive
+from trainformer.utils.run_folders import NAME
+from trainformer.utils.run_folders import checkpoints_folder as checkpoints_folder
+from trainformer.utils.run_folders import is_named as is_named
+from trainformer.utils.run_folders import step_of as step_of
 
 logger = logging.getLogger("trainformer")
 
@@ -29,9 +33,8 @@ _NONE_LEFT = "There is no earlier one: the run starts from scratch."
 
 LATEST = "latest"
 _PROTECTED = "protected"
-_NAME = re.compile(r"(?:step_|checkpoint-)(\d+)")
-_LEFTOVER = re.compile(rf"\.(?:(?:writing|deleting)-{_NAME.pattern}-(?P<process>\d+)|latest\.(?P<writer>\d+)\.tmp)")
-_REPLACED = re.compile(rf"\.replaced-(?P<name>{_NAME.pattern})-(?P<process>\d+)")
+_LEFTOVER = re.compile(rf"\.(?:(?:writing|deleting)-{NAME.pattern}-(?P<process>\d+)|latest\.(?P<writer>\d+)\.tmp)")
+_REPLACED = re.compile(rf"\.replaced-(?P<name>{NAME.pattern})-(?P<process>\d+)")
 
 
 @dataclass(frozen=True)
@@ -200,18 +203,6 @@ def read_verified(path: Path, skips_deleted: bool = False) -> Checkpoint:
     return checkpoint
 
 
-def is_named(path: Path) -> bool:
-    """Whether a folder is named like a checkpoint."""
-    return _NAME.fullmatch(path.name) is not None
-
-
-def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint."""
-    match = _NAME.fullmatch(path.name)
-    assert match is not None, path
-    return int(match[1])
-
-
 def protect(checkpoint: Checkpoint, on: bool = True) -> None:
     """Exempt a checkpoint from retention."""
     marker = checkpoint.path / _PROTECTED
@@ -220,15 +211,6 @@ def protect(checkpoint: Checkpoint, on: bool = True) -> None:
     else:
         marker.unlink(missing_ok=True)
     sync(checkpoint.path)
-
-
-def checkpoints_folder(path: Path) -> Path:
-    """Where a run keeps its checkpoints, according to its config; any other folder stands for itself."""
-    try:
-        save_dir = decode_json((path / "config.json").read_bytes())["save_dir"]["value"]
-    except (OSError, ValueError, KeyError, TypeError):
-        save_dir = "checkpoints"
-    return path / save_dir if (path / save_dir).is_dir() else path
 
 
 def records_of(folder: Path, files: Mapping[str, Sequence[str]]) -> dict[str, list[FileRecord]]:

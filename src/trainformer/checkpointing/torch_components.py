@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainformer.adapters.base import is_adapted
 from trainformer.backends.torch import TorchBackend, capture_random, restore_random
 from trainformer.backends.torch.optimizers import modules_of
 from trainformer.backends.torch.schedules import Schedule
@@ -73,7 +74,7 @@ def _model(task: Any, backend: TorchBackend) -> StateComponent:
     if provides(task, "model_state_dict"):
         weights, load_weights = task.model_state_dict, task.load_model_state_dict
     # With an adapter only the adapter is saved: it is small, and stored as the file that peft reads.
-    adapter_only = strategy.shards_state and getattr(task, "adapter", None) is not None
+    adapter_only = strategy.shards_state and hasattr(task, "adapter") and is_adapted(task.model)
 
     def state() -> Any:
         found = strategy.model_state(weights)

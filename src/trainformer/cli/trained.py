@@ -271,8 +271,8 @@ def _add_finalize_arguments(parser: argparse.ArgumentParser) -> None:
     average.add_argument("--ema", metavar="KEY", help="which EMA of the weights to use, if there are several")
     average.add_argument("--no-ema", action="store_true", help="the weights as trained, not their EMA")
     parser.add_argument("--device", help="where to quantize: cpu or cuda")
-    types = f"also write model.gguf for llama.cpp and Ollama: {', '.join(GGUF_TYPES)}"
-    parser.add_argument("--gguf", choices=GGUF_TYPES, metavar="TYPE", help=types)
+    types = f"also write model.gguf for llama.cpp and Ollama: {', '.join(GGUF_TYPES)} (default: f16)"
+    parser.add_argument("--gguf", nargs="?", const="f16", choices=GGUF_TYPES, metavar="TYPE", help=types)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

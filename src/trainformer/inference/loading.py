@@ -11,7 +11,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from trainformer.adapters.base import kind_of_name
+from trainformer.adapters.base import kind_of_name, kind_of_task_type
+from trainformer.adapters.saved import SavedAdapters
 from trainformer.adapters.state import CONFIG_FILE as ADAPTER_CONFIG
 from trainformer.checkpointing import Checkpoint
 from trainformer.checkpointing.checkpointer import load_components
@@ -28,12 +29,14 @@ from trainformer.run import run_of
 from trainformer.run.torch.exporting import FILE as PREPROCESSING
 from trainformer.run.torch.record import RecordedData, TaskRecord
 from trainformer.tasks import find_task
+from trainformer.tasks.language.reference import is_base
 from trainformer.trainer import Trainer
 from trainformer.utils.files import decode_json
 from trainformer.utils.tensor_files import read_weights
 
 WEIGHTS = "model.safetensors"
 _CONFIG = "config.json"
+_TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "processor_config.json")
 _EXPORTED = (".pt", ".pt2", ".onnx")
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 # The task that opens a model of transformers of which nothing else is known.
@@ -93,14 +96,17 @@ def open_folder(
     checkpoint = None if is_finalized(place) else choose_checkpoint(place, which)[0]
     folder = place if checkpoint is None else checkpoint.path
     record = TaskRecord.read(folder) or _guess(folder, task)
-    task = record.build(**_changes(record, folder, base)) if task is None else task
+    if task is None:
+        task = record.build(**_changes(record, folder, base))
+        if hasattr(task, "forget_reference") and not _keeps_reference(record, folder):
+            task.forget_reference()
     settings = {**_SETTINGS, **record.settings, **(settings or {})}
     silent = quiet() if hasattr(task, "model_name") else nullcontext()
     with preserved_generators(), silent:
         trainer = Trainer(task, RecordedData(record), num_workers=0, **settings)
         if checkpoint is not None:
             load_weights(trainer, checkpoint, ema)
-        elif (folder / _CONFIG).is_file() and getattr(task, "model_name", None) == str(folder):
+        elif getattr(task, "model_name", None) == str(folder):
             pass  # from_pretrained has read the weights
         else:
             task.model.load_state_dict(read_weights(folder, [WEIGHTS]))
@@ -139,7 +145,7 @@ def _exported(place: Path) -> Path | None:
 
 def is_finalized(place: Path) -> bool:
     """Whether a folder holds a model of its own, and is no checkpoint."""
-    names = ("finalized.json", _CONFIG)
+    names = ("finalized.json", _CONFIG, ADAPTER_CONFIG)
     return (
         place.is_dir()
         and not is_checkpoint(place)
@@ -153,7 +159,12 @@ def _guess(folder: Path, task: Any) -> TaskRecord:
     if task is not None:
         return TaskRecord(type(task).__name__, type(task).__module__, {}, {}, DatasetInfo(), {}, {})
     kind, config = None, {}
-    if (folder / _CONFIG).is_file() and not (folder / ADAPTER_CONFIG).is_file():
+    if (saved := SavedAdapters.read(folder)) is not None:  # that peft saved
+        kind = kind_of_task_type(saved.config.get("task_type"))
+        head = saved.load_options(kind)
+        config = {"id2label": head.get("id2label") or dict(enumerate(f"LABEL_{n}" for n in range(head.get("num_labels", 2))))}
+        config["architectures"] = ["ForTokenClassification" if kind == "token_classification" else ""]
+    elif (folder / _CONFIG).is_file():
         try:
             config = decode_json((folder / _CONFIG).read_bytes())
             name = str((config.get("architectures") or [""])[0])
@@ -185,30 +196,43 @@ def _classes(config: Mapping[str, Any]) -> dict[str, Any]:
 def _changes(record: TaskRecord, folder: Path, base: str | Path | None) -> dict[str, Any]:
     """Arguments that differ where the model is only used: weights and tokenizer come from the folder."""
     names = {*record.arguments, *record.opaque}
-    is_adapter = (folder / ADAPTER_CONFIG).is_file()
+    saved = SavedAdapters.read(folder)
+    is_adapter = saved is not None
     if base is not None and not is_adapter:
         raise BadArgument(expected("a base for an adapter alone", str(base), "This folder holds a whole model."))
     changes: dict[str, Any] = {}
     if "model_name" in names:
-        changes = {name: str(folder) for name in ("tokenizer", "processor") if name in names}
+        has_tokenizer = saved is None or any((folder / name).is_file() for name in _TOKENIZERS)
+        own = str(folder) if has_tokenizer else None  # that of the base
+        changes = {name: own for name in ("tokenizer", "processor") if name in names}
         changes["attention"] = _safe_attention(record)
+        if "on_adapter" in names:
+            changes |= {"on_adapter": None, "base": None}
         if not is_adapter:
             changes |= {"model_name": str(folder), "adapter": None, "model_kwargs": {}}
         elif not _is_safe(record.arguments.get("model_kwargs")):
             do = "Make the task yourself and pass it as task=."
             raise BadArgument(expected("model_kwargs that are numbers", record.arguments["model_kwargs"], do))
-        elif base is not None:
-            changes["model_name"] = str(base)
-        elif "model_name" in record.opaque:
-            do = "Pass base=, a hub name or a folder of the model."
-            raise BadArgument(expected("the model that the adapter belongs to", "none", do))
+        else:
+            changes |= {"model_name": str(folder), "adapter": None, "base": None if base is None else str(base)}
         if "cache_dir" in names:
             changes["cache_dir"] = None
+        if is_base(record.arguments.get("reference")):
+            changes["reference"] = "base"  # what was the start of the training is not in the folder
     if "backbone" in names:
         changes |= _vision_changes(record, is_adapter)
     if "augment" in record.opaque:  # it is for training
         changes["augment"] = None if record.task in ("SSL", "CLIP") else "none"
     return changes
+
+
+def _keeps_reference(record: TaskRecord, folder: Path) -> bool:
+    """Whether a task finds its reference model again: it was named, or is the base of the only adapter."""
+    saved, reference = SavedAdapters.read(folder), record.arguments.get("reference")
+    if not isinstance(reference, str) or not is_base(reference):
+        return reference is not None
+    alone = saved is not None and not saved.merged
+    return alone and (reference == "base" or (len(saved.active) == 1 and record.arguments.get("adapter") is not None))
 
 
 def _safe_attention(record: TaskRecord) -> str | None:

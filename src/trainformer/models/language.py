@@ -31,13 +31,18 @@ _CLASSES = {
     "vlm": "AutoModelForImageTextToText",
 }
 
+# Kinds whose head is new if the model was saved for another purpose, and the head of that purpose is not used.
+_NEW_HEADS = ("sequence_classification", "token_classification", "embedding")
+
 ModelSource = Any  # a hub name, a folder, a configuration, or a model
 
 
 def load_model(source: ModelSource, kind: str, *, dtype: torch.dtype | None = None, **options: Any) -> nn.Module:
     """A model of a kind (`causal_lm`, `seq2seq`, ...), pretrained or, from a configuration, with random weights.
 
-    Weights are loaded in float32 unless `dtype` is given, whatever dtype they were saved in.
+    Weights are loaded in float32 unless `dtype` is given, whatever dtype they were saved in. Weights that the model has
+    and its files do not, or the other way round, are an error, except for the head of a classifier or an embedding
+    model that was saved for another purpose.
     """
     if isinstance(source, nn.Module):
         return source
@@ -49,9 +54,35 @@ def load_model(source: ModelSource, kind: str, *, dtype: torch.dtype | None = No
         return auto.from_config(source, dtype=dtype, **options)
     name = _checked_name(source, "model_name")
     try:
-        return auto.from_pretrained(name, dtype=dtype, **options)
+        model, report = auto.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
     except Exception as error:  # anything that the hub or a file may raise
         raise BadArgument(_not_found("a model", name, kind, error)) from error
+    _check_loaded(model, kind, report, name)
+    return model
+
+
+def _check_loaded(model: Any, kind: str, report: Mapping[str, Any], name: str) -> None:
+    """Reject weights that transformers initialised at random or left out, with no more than a warning."""
+    saved_as = (getattr(model.config, "architectures", None) or [None])[0]
+    expects_head = kind in _NEW_HEADS and saved_as != type(model).__name__
+    # An adapter of a model has to save these: they are in no file of its base.
+    model.new_weights = sorted(report["missing_keys"]) if kind != "embedding" else []
+    problems = []
+    for what, keys in (("missing", report["missing_keys"]), ("unused", report["unexpected_keys"])):
+        odd = sorted(key for key in keys if not (expects_head and _is_head(model, key)))
+        if odd:
+            problems.append(f"{len(odd)} {what} ({', '.join(odd[:3])}{', ...' if len(odd) > 3 else ''})")
+    if problems:
+        do = f"Is it a model for {kind.replace('_', ' ')}? If this is intended, load the model yourself and pass it."
+        what = f"files under {name!r} with exactly the weights of {type(model).__name__}"
+        raise BadArgument(expected(what, "; ".join(problems), do))
+
+
+def _is_head(model: Any, key: str) -> bool:
+    """Whether a weight is outside of the encoder, or one of its poolers, which not every purpose has."""
+    encoder = getattr(model, "base_model_prefix", "")
+    inside = key.startswith(f"{encoder}.") if encoder and hasattr(model, encoder) else key in model.state_dict()
+    return not inside or ".pooler." in f".{key}"
 
 
 def load_tokenizer(source: ModelSource, **options: Any) -> Any:

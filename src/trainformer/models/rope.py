@@ -27,6 +27,7 @@ _REQUIRED: dict[str, dict[str, float]] = {
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
 _ORIGINAL = "original_max_position_embeddings"
+_CHANGED = ("rope_parameters", "max_position_embeddings", "head_dim")
 _KEEPS_POSITIONS = "dynamic"  # it scales with the length of a sequence beyond the configured positions
 
 
@@ -53,7 +54,7 @@ def check_rope_scaling(scaling: Any, factor: Any) -> None:
 
 
 def scaled_source(source: Any, scaling: Any, factor: float | None, length: int) -> tuple[Any, dict[str, Any]]:
-    """A model source with scaled RoPE, and options for `load_model`: names and folders get a config of their own.
+    """A model source with scaled RoPE, and options for `load_model`: names and folders keep their own config.
 
     Without a factor, it is what `length` positions need.
     """
@@ -64,7 +65,14 @@ def scaled_source(source: Any, scaling: Any, factor: float | None, length: int) 
     if isinstance(source, transformers.PretrainedConfig):
         return scale_rope(source, scaling, factor, length), {}
     config = transformers.AutoConfig.from_pretrained(str(source), trust_remote_code=False)
-    return source, {"config": scale_rope(config, scaling, factor, length)}
+    scaled = scale_rope(config, scaling, factor, length)
+    return source, {name: value for name in _CHANGED if (value := getattr(scaled, name, None)) is not None}
+
+
+def keep_overrides(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Note which settings of its config a model was loaded with, which its files do not have: an adapter saves them."""
+    if options:
+        model.config_overrides = dict(options)  # type: ignore[assignment]
 
 
 def scale_rope(config: Any, scaling: str | Mapping[str, Any], factor: float | None, length: int) -> Any:
@@ -79,10 +87,10 @@ def scale_rope(config: Any, scaling: str | Mapping[str, Any], factor: float | No
     """
     config = copy.deepcopy(config)
     text = config.get_text_config()
-    rope = _parameters(text)
+    rope = _parameters(text) if text is config else None
     if rope is None:
         do = "Leave rope_scaling out, and keep max_length within the positions of the model."
-        received = f"{type(config).__name__}, which has none, or several kinds"
+        received = f"{type(config).__name__}, which has none, several kinds, or a model inside"
         raise BadArgument(expected("a model with one kind of rotary position embeddings", received, do))
     options = dict(scaling) if isinstance(scaling, Mapping) else {"rope_type": scaling}
     kind = options.pop("type", None) or options["rope_type"]

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from trainformer.adapters.base import Adapter, is_adapted
 from trainformer.adapters.export import merge_adapter
-from trainformer.adapters.state import adapter_state_dict, load_adapter_state_dict, save_adapter_beside
+from trainformer.adapters.saved import write_adapters
+from trainformer.adapters.state import load_adapter_state_dict, saved_adapter_state_dict
 from trainformer.core import BadArgument
 from trainformer.core.errors import expected
 from trainformer.tasks.base import TaskBase
@@ -18,7 +19,10 @@ _WEIGHTS = "model.safetensors"  # the model's file in a checkpoint
 
 
 class AdapterMixin(TaskBase):
-    """Base class of tasks with an optional adapter. A subclass applies it when it builds the model."""
+    """Base class of tasks with an optional adapter. A subclass applies it when it builds the model.
+
+    A model may also come with an adapter (a `PeftModel`, the folder of an adapter): it is treated in the same way.
+    """
 
     adapter: Adapter | None
 
@@ -32,24 +36,21 @@ class AdapterMixin(TaskBase):
 
     def model_state_dict(self) -> dict[str, Tensor]:
         """Return the state of the adapter if there is one, otherwise of the model."""
-        return self.model.state_dict() if self.adapter is None else adapter_state_dict(self.model)
+        return saved_adapter_state_dict(self.model) if is_adapted(self.model) else self.model.state_dict()
 
     def load_model_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load the result of `model_state_dict`."""
-        if self.adapter is None:
-            self.model.load_state_dict(state)
-        else:
+        if is_adapted(self.model):
             load_adapter_state_dict(self.model, state)
+        else:
+            self.model.load_state_dict(state)
 
     def save_assets(self, folder: Path) -> list[str]:
         """With an adapter, write the files for `PeftModel.from_pretrained`."""
-        if self.adapter is None:
+        if not is_adapted(self.model):
             return []
-        weights = folder / _WEIGHTS
-        if not (weights.is_file() and is_adapted(self.model)):
-            return self.adapter.save(self.model, folder)
-        return save_adapter_beside(self.model, weights)
+        return write_adapters(self.model, folder / _WEIGHTS)
 
     def export_module(self, model: nn.Module) -> nn.Module:
         """Return the plain model with the adapter merged; the trained model does not change."""
-        return model if self.adapter is None else merge_adapter(copy.deepcopy(model))
+        return merge_adapter(copy.deepcopy(model)) if is_adapted(model) else model

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from trainformer.adapters.saved import FILE as ADAPTERS
+from trainformer.adapters.saved import SavedAdapters
 from trainformer.adapters.state import CONFIG_FILE as ADAPTER_CONFIG
 from trainformer.adapters.state import WEIGHTS_FILE as ADAPTER_WEIGHTS
 from trainformer.backends.torch.quantize import RECIPES, Recipe, recipe_named
@@ -27,6 +29,7 @@ from trainformer.checkpointing.tools.deployable import MODEL_CONFIGS, WEIGHTS, R
 from trainformer.checkpointing.tools.gguf_files import FILE as GGUF
 from trainformer.checkpointing.tools.gguf_files import check_gguf, write_gguf
 from trainformer.checkpointing.tools.listing import AnyPath, find, is_checkpoint, list_checkpoints
+from trainformer.checkpointing.tools.model_card import base_model, write_card
 from trainformer.checkpointing.tools.ollama import write_modelfile
 from trainformer.checkpointing.tools.states import STATE, States, export_weights
 from trainformer.checkpointing.tools.summary import Shown, in_words
@@ -35,6 +38,7 @@ from trainformer.utils.files import sync
 from trainformer.utils.processes import is_alive
 
 NO_QUANTISATION = "none"
+GGUF_TYPE = "f16"
 REPORT = "finalized.json"
 _WHICH = ("last", "best")
 
@@ -109,22 +113,24 @@ def finalize(
     which: str = "last",
     ema: bool | str | None = None,
     device: str | None = None,
-    gguf: str | None = None,
+    gguf: str | bool | None = None,
 ) -> Finalized:
     """Make the folder `out` to be deployed from a run or one of its checkpoints; what was done.
 
     Adapters are merged into `base` (by default the model that they were trained on). Weights are the average that the
     run exports, if it keeps one; ``ema=False`` takes the trained ones, a key (``"callback.EMA-2"``) one of several.
     `quantize` is the name of a recipe, or ``"none"``; by default that of the run's `qat_recipe`. `which` chooses the
-    ``"last"`` checkpoint of a run or the ``"best"``. `gguf` (f32, f16, bf16 or q8_0) also writes ``model.gguf`` of a
-    language model, for llama.cpp and Ollama. Models of transformers open with ``from_pretrained(out)``; of any
-    other, the weights are written. The result is read from disk and compared before it gets its name: if anything is
-    wrong, `out` does not appear.
+    ``"last"`` checkpoint of a run or the ``"best"``. `gguf` (f32, f16, bf16 or q8_0; True: f16) also writes
+    ``model.gguf`` of a language model, for llama.cpp and Ollama. ``README.md`` is a model card made of the run's
+    records. Models of transformers open with ``from_pretrained(out)``; of any other, the weights are written. The
+    result is read from disk and compared with the trained model before it gets its name: if anything is wrong, `out`
+    does not appear.
     """
     target = Path(out).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BadArgument(expected("a folder to make, which is empty or not there", str(out), "Choose another."))
     checkpoint, note = choose_checkpoint(run, which)
+    gguf = GGUF_TYPE if gguf is True else gguf or None
     if gguf is not None:
         check_gguf(gguf)
     states = States(checkpoint)
@@ -144,9 +150,10 @@ def finalize(
         made = _weights_alone(request, quantize, folder) if request.kind is None else make(request, draft)
         # The tokenizer and whatever else the task put beside the weights; the model's own files are new.
         for record in checkpoint.manifest.components.get("assets", []):
-            if record.name not in {*MODEL_CONFIGS, ADAPTER_CONFIG, ADAPTER_WEIGHTS}:
+            if Path(record.name).name not in {*MODEL_CONFIGS, ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTERS}:
                 shutil.copyfile(request.folder / record.name, folder / record.name)
         notes = (*made.pop("notes", ()), *([note] if note else []), *_for_runtimes(request, folder, gguf))
+        _describe(request, folder, target.name, made.get("adapter"))
         result = Finalized(
             out=target,
             checkpoint=request.folder,
@@ -162,6 +169,16 @@ def finalize(
         (folder / REPORT).write_text(json.dumps(result.as_dict(), indent=2))
         _publish(folder, target)
     return result
+
+
+def _describe(request: Request, folder: Path, name: str, adapter: str | None) -> None:
+    """Write the model card."""
+    saved = SavedAdapters.read(request.folder)
+    base = base_model(folder, str(request.base) if request.base else None if saved is None else saved.base)
+    recipe = None if request.recipe is None or request.kind is None else request.recipe.name
+    facts = {"name": name, "kind": request.kind, "base": base, "adapter": adapter, "recipe": recipe}
+    facts |= {"ema": request.ema, "step": request.checkpoint.step}
+    write_card(folder, request.checkpoint, request.settings, facts)
 
 
 def _check_gguf_fits(request: Request, gguf: str | None) -> None:

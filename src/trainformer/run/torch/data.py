@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from trainformer.core.errors import BadArgument, DataError, TrainformerError, expected
 from trainformer.core.types import DataSource
+from trainformer.data.description import describe_training_data
 from trainformer.data.hub import load_registered
 from trainformer.data.labels import align_classes, is_stream, same_class_indices
 from trainformer.data.loader import DatasetSource, loader_source, stream_source
@@ -100,6 +101,8 @@ def load_training_data(task: Any, data: Any, val_data: Any, val_split: float | i
         name: _naming(name, align_classes, _non_empty(part, name), info.class_names, is_open(task))
         for name, part in given.items()
     }
+    if not isinstance(train, RecordedData):
+        info.extra = {**info.extra, "training_data": describe_training_data(data)}
     comparable = all(same_class_indices(part, info.class_names) for part in val_sets.values())
     return TrainingData(train, val_sets, info, comparable)
 

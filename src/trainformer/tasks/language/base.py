@@ -18,9 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainformer.adapters.base import Adapter, unwrap_model
+from trainformer.adapters.base import Adapter, is_adapted, unwrap_model
+from trainformer.adapters.qlora import is_quantised
+from trainformer.adapters.saved import check_trainable, merge_adapters, open_adapters, stack_adapter
 from trainformer.core import BadArgument, Loss
-from trainformer.core.errors import check_count, expected
+from trainformer.core.errors import check_choice, check_count, expected
 from trainformer.data.text.collate import pad
 from trainformer.data.text.encode import IGNORE_INDEX, Encoder
 from trainformer.data.text.prepare import has_tokens
@@ -30,11 +32,13 @@ from trainformer.data.text.store import tokenize
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
 from trainformer.models.language import OutputStates, ensure_pad_token, load_model, load_tokenizer
 from trainformer.models.modes import eval_mode
-from trainformer.models.rope import check_rope_scaling, scaled_source
+from trainformer.models.rope import check_rope_scaling, keep_overrides, scaled_source
 from trainformer.tasks.adapter_mixin import AdapterMixin
 from trainformer.tasks.language.positions import fit_lengths
+from trainformer.tasks.language.pretrained import Pretrained, find_pretrained
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ON_ADAPTER = ("merge", "stack")
 _LARGEST_EXPONENT = 700.0  # exp() overflows beyond
 
 logger = logging.getLogger("trainformer")
@@ -55,6 +59,8 @@ class LanguageTask(AdapterMixin):
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     rope_scaling: str | dict[str, Any] | None = None  # linear, dynamic, yarn or llama3; or a dict of options
     rope_factor: float | None = None  # None: what max_length needs
+    on_adapter: str | None = None  # a new adapter for a model that has one: merge that one (default), or stack on it
+    base: Any = None  # the base of the adapter in `model_name`, if it is not where it was
 
     def _init_task(self) -> None:
         """Validate shared arguments before anything is loaded. Call it from `__post_init__`."""
@@ -63,6 +69,10 @@ class LanguageTask(AdapterMixin):
         check_count("max_length", self.max_length, least=2)
         check_rope_scaling(self.rope_scaling, self.rope_factor)
         self._check_adapter(self.kind, packing=bool(getattr(self, "packing", False)))
+        if self.on_adapter is not None:
+            check_choice("on_adapter", self.on_adapter, _ON_ADAPTER)
+            if self.adapter is None:
+                raise BadArgument(expected("on_adapter together with a new adapter", self.on_adapter, "Pass adapter=."))
         self._model: nn.Module | None = None
 
     # -- model and tokenizer -------------------------------------------------------------------------------
@@ -92,18 +102,51 @@ class LanguageTask(AdapterMixin):
         attention = {} if self.attention is None else {"attn_implementation": self.attention}
         return {**self.model_kwargs, **attention}
 
+    @cached_property
+    def pretrained(self) -> Pretrained:
+        """What `model_name` stands for."""
+        return find_pretrained(self.model_name, self.base)
+
     def _load(self) -> nn.Module:
-        options = self._load_options()
-        if self.adapter is not None:
-            options = {**self.adapter.load_options(self.kind), **options}
+        found, options = self.pretrained, self._load_options()
+        for adapter in (self.adapter, found.adapters):
+            options = {**(adapter.load_options(self.kind) if adapter is not None else {}), **options}
         dtype = None if self.dtype is None else _DTYPES[self.dtype]
-        source = self.model_name
+        source, rope = found.source, {}
         if self.rope_scaling is not None:
-            source, config = scaled_source(source, self.rope_scaling, self.rope_factor, self.max_length)
-            options = {**options, **config}
-        model = load_model(source, self.kind, dtype=dtype, **options)
-        self._fit_vocabulary(model)
-        return model if self.adapter is None else self.adapter.apply(model, kind=self.kind)
+            source, rope = scaled_source(source, self.rope_scaling, self.rope_factor, self.max_length)
+        model = load_model(source, self.kind, dtype=dtype, **{**options, **rope})
+        keep_overrides(model, rope)
+        if is_adapted(model):
+            self._check_vocabulary(model)
+        else:
+            self._fit_vocabulary(model)
+        if found.adapters is not None:
+            model = open_adapters(model, found.adapters)
+        return self._adapt(model)
+
+    def _adapt(self, model: nn.Module) -> nn.Module:
+        """Add the new adapter, if there is one."""
+        if not is_adapted(model):
+            if self.on_adapter is not None:
+                raise BadArgument(expected("a model with an adapter for on_adapter", "one without", "Leave it out."))
+            return model if self.adapter is None else self.adapter.apply(model, kind=self.kind)
+        if self.adapter is None:
+            check_trainable(model)
+            return model
+        if self.on_adapter == "stack":
+            return stack_adapter(model, self.adapter, self.kind)
+        if is_quantised(model):
+            do = "Pass on_adapter='stack', or merge it into the model first (trainformer finalize)."
+            raise BadArgument(expected("a model in full precision to merge its adapter into", "one in 4 bits", do))
+        return self.adapter.apply(merge_adapters(model), kind=self.kind)
+
+    def _check_vocabulary(self, model: Any) -> None:
+        rows = model.get_input_embeddings().weight.shape[0]
+        if len(self.text_tokenizer) > rows:
+            do = "Call resize_token_embeddings(len(tokenizer)) on the model before it gets the adapter."
+            what = f"a tokenizer with at most {rows} tokens, the rows of the model"
+            raise BadArgument(expected(what, len(self.text_tokenizer), do))
 
     def _fit_vocabulary(self, model: Any) -> None:
         """Resize the embeddings if the tokenizer has more tokens than the model has rows."""
@@ -157,19 +200,20 @@ class LanguageTask(AdapterMixin):
     def save_assets(self, folder: Path) -> list[str]:
         """Write the configs and the tokenizer (or the adapter) for `from_pretrained`."""
         before = set(folder.iterdir())
-        super().save_assets(folder)
-        if self.adapter is None:
+        names = super().save_assets(folder)
+        if not is_adapted(self.model):
             model: Any = self.model
+            model.config.architectures = [type(unwrap_model(model)).__name__.removeprefix("FSDP")]
             model.config.save_pretrained(folder)
             if getattr(model, "generation_config", None) is not None and model.can_generate():
                 model.generation_config.save_pretrained(folder)
         self.text_tokenizer.save_pretrained(folder)
-        return sorted(path.name for path in folder.iterdir() if path not in before and path.is_file())
+        return sorted({*names, *(path.name for path in folder.iterdir() if path not in before and path.is_file())})
 
     def config_dict(self) -> dict[str, Any]:
         """Return the arguments; objects by the name of their class."""
         config = {f.name: getattr(self, f.name) for f in fields(self) if f.init}  # type: ignore[arg-type]
-        for name in ("model_name", "tokenizer", "processor"):
+        for name in ("model_name", "tokenizer", "processor", "base"):
             if config.get(name) is not None and not isinstance(config[name], str | Path):
                 config[name] = type(config[name]).__name__
         config["adapter"] = None if self.adapter is None else repr(self.adapter)
@@ -187,7 +231,7 @@ class TextTask(LanguageTask):
     @cached_property
     def text_tokenizer(self) -> Any:
         """The tokenizer, loaded on first access."""
-        source = self.tokenizer if self.tokenizer is not None else self.model_name
+        source = self.tokenizer if self.tokenizer is not None else self.pretrained.tokenizer
         if not isinstance(source, str | Path) and not hasattr(source, "encode"):
             raise BadArgument(
                 "Expected a tokenizer, received a model without the name of one. Pass tokenizer=, which is a "

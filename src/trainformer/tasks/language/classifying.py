@@ -80,8 +80,10 @@ class ClassifyingTask(TextTask):
 
     def _pretrained_names(self) -> list[str] | None:
         """Class names in the config of a fine-tuned model."""
-        config = _config_of(self.model_name)
-        names = [str(name) for _, name in sorted((getattr(config, "id2label", None) or {}).items())]
+        found = self.pretrained
+        saved = {} if found.adapters is None else found.adapters.model_config
+        classes = saved.get("id2label") or getattr(_config_of(found.source), "id2label", None) or {}
+        names = [str(name) for _, name in sorted(classes.items(), key=lambda item: int(item[0]))]
         named = names and any(name != f"LABEL_{index}" for index, name in enumerate(names))
         return names if named else None
 
@@ -127,6 +129,7 @@ class ClassifyingTask(TextTask):
         config = {"id2label": names, "label2id": {name: index for index, name in names.items()}}
         config |= {"problem_type": PROBLEM_TYPES[labels.problem]} if self.kind == "sequence_classification" else {}
         task = copy.copy(self)
+        task.__dict__.pop("pretrained", None)  # found for another `model_name`
         if isinstance(self.model_name, str | Path):
             task.model_kwargs = {**config, **self.model_kwargs}
         elif not isinstance(self.model_name, nn.Module):

@@ -45,10 +45,10 @@ class DPO(RouterLossMixin, ReferenceMixin, GenerationMixin):
     conversations, their common prefix is the prompt. Prompts are not trained on. `loss` is `"sigmoid"` (DPO), `"ipo"`
     or `"hinge"`, or, without a reference model, `"orpo"` or `"simpo"`. `beta` defaults to 0.1, for `"simpo"` to 2.
 
-    `reference` is the reference model: `"base"` for the model before training, the name or folder of another model, or
-    a model. With an adapter, `"base"` is the same model with the adapter disabled, which costs no memory; otherwise it
-    is a frozen copy. The reference is in no optimizer and no checkpoint, and always in eval mode. A resumed run checks
-    that its reference is the same as before.
+    `reference` is the reference model: `"start"` for the model before this training, `"base"` for the same without the
+    adapter that it came with, the name or folder of another model, or a model. With a new adapter, it is the same model
+    with the adapter disabled, which costs no memory; see `ReferenceMixin`. The reference is in no optimizer and no
+    checkpoint, and always in eval mode. A resumed run checks that its reference is the same as before.
     """
 
     model_name: Any = "gpt2"
@@ -58,7 +58,7 @@ class DPO(RouterLossMixin, ReferenceMixin, GenerationMixin):
     beta: float | None = None
     gamma: float = 1.0  # SimPO's target margin
     label_smoothing: float = 0.0
-    reference: Any = "base"
+    reference: Any = "start"
     truncation: str = "auto"
     prompt_template: str | None = None
     chunk_tokens: int | None = None

@@ -12,22 +12,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainformer.adapters.base import adapted_model
+from trainformer.adapters.base import adapted_model, is_adapted
+from trainformer.adapters.export import merge_adapter
+from trainformer.adapters.saved import merged_into, open_adapters
+from trainformer.adapters.state import active_adapters
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
 from trainformer.losses.tokens import SequenceLogProbs, sequence_log_probs
 from trainformer.models.language import OutputStates, load_model
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.base import LanguageTask
+from trainformer.tasks.language.pretrained import find_pretrained
 
+_TRAINS_BIASES = (
+    "Expected an adapter that can be disabled for the reference, received one that trains biases of the "
+    "model itself. Pass bias='none', or a reference: reference=<name or folder of the model>."
+)
+_FORGOTTEN = ""
 _SAMPLED = 256  # elements of each tensor in the digest of a reference
 
 
 class ReferenceMixin(LanguageTask):
     """Base class of tasks with a reference model that never changes.
 
-    `reference` is `"base"` for the model before training, the name or folder of another model, or a model. With an
-    adapter, `"base"` is the same model with the adapter disabled, which costs no memory; otherwise it is a frozen copy.
+    `reference` is one of these:
+
+    - `"start"`: the model before this training. Without an adapter it is a frozen copy. With a new adapter it is the
+      same model with the adapter disabled, which costs no memory. If the training continues an adapter, or stacks a new
+      one on it, it is that adapter as it was at the start, of which a copy is kept.
+    - `"base"`: the same, but with all adapters disabled: the base model of an adapter that the training continues.
+    - the name or folder of another model, or a model.
+
     The reference is in no optimizer and no checkpoint, and always in eval mode. A resumed run checks that its reference
     is the same as before. Call `_init_reference` from `__post_init__`.
     """
@@ -36,20 +51,19 @@ class ReferenceMixin(LanguageTask):
 
     def _init_reference(self) -> None:
         self._reference: nn.Module | None = None
+        self._initial: list[Tensor] | None = None  # the trained weights of an adapter at the start
         self._reference_digest: str | None = None
         if not self.needs_reference:
             return
         if not isinstance(self.reference, str | Path | nn.Module):
             received = type(self.reference).__name__
-            raise BadArgument(expected("reference to be 'base', a model, or the name or folder of one", received))
+            what = "reference to be 'base', 'start', a model, or the name or folder of one"
+            raise BadArgument(expected(what, received))
         if self.reference is self.model_name and isinstance(self.reference, nn.Module):
-            do = "Pass reference='base' for a frozen copy."
+            do = "Pass reference='start' for a frozen copy."
             raise BadArgument(expected("a reference other than the model that is trained", "the same object", do))
-        if self._disables_adapter and getattr(self.adapter, "bias", "none") != "none":
-            raise BadArgument(
-                "Expected an adapter that can be disabled for the reference, received one that trains biases of the "
-                "model itself. Pass bias='none', or a reference: reference=<name or folder of the model>."
-            )
+        if self.adapter is not None and is_base(self.reference) and getattr(self.adapter, "bias", "none") != "none":
+            raise BadArgument(_TRAINS_BIASES)
 
     @property
     def needs_reference(self) -> bool:
@@ -58,8 +72,21 @@ class ReferenceMixin(LanguageTask):
 
     @property
     def _disables_adapter(self) -> bool:
-        """Whether the reference is the model with its adapter disabled."""
-        return self.needs_reference and self.adapter is not None and is_base(self.reference)
+        """Whether the reference is the model with its adapters disabled."""
+        if not self.needs_reference or not is_base(self.reference):
+            return False
+        if self._model is None:  # not loaded yet: what the arguments say
+            return self.adapter is not None and self.on_adapter is None
+        if not is_adapted(self._model):
+            return False
+        inner = adapted_model(self._model)
+        if self.reference == "base":
+            return not merged_into(inner.get_base_model())
+        return self.adapter is not None and len(active_adapters(inner)) == 1
+
+    def forget_reference(self) -> None:
+        """Do without the reference, as a model does that only predicts."""
+        self._reference_digest = _FORGOTTEN
 
     def _load(self) -> nn.Module:
         model = super()._load()
@@ -75,17 +102,35 @@ class ReferenceMixin(LanguageTask):
         """Build the reference once, before the first step."""
         if not self.needs_reference or self._reference_digest is not None:
             return
+        self._model = model
         if self._disables_adapter:
+            _check_can_be_disabled(model)
             self._reference_digest = model_digest(model, frozen_only=True)
             return
-        if is_base(self.reference):
+        if self.reference == "start" and is_adapted(model):
+            self._initial = [p.detach().clone() for p in model.parameters() if p.requires_grad]
+            self._reference_digest = model_digest(model)
+            return
+        if is_base(self.reference) and not is_adapted(model):
             reference = copy.deepcopy(model)
         else:
             dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-            reference = load_model(self.reference, self.kind, dtype=dtype, **self._load_options())
-            self._fit_vocabulary(reference)
+            reference = self._load_reference(dtype)
         self._reference = reference.requires_grad_(False).eval()
         self._reference_digest = model_digest(reference)
+
+    def _load_reference(self, dtype: torch.dtype) -> nn.Module:
+        """A model of its own: another one, or the base of adapters that were merged into the trained model."""
+        found = self.pretrained if is_base(self.reference) else find_pretrained(self.reference)
+        if is_base(self.reference) and found.adapters is None:
+            do = "Pass the base model as reference=."
+            raise BadArgument(expected("a base model that can be loaded as reference='base'", "a merged PeftModel", do))
+        adapters = None if is_base(self.reference) else found.adapters
+        options = {} if adapters is None else adapters.load_options(self.kind)
+        reference = load_model(found.source, self.kind, dtype=dtype, **{**options, **self._load_options()})
+        if not is_adapted(reference):
+            self._fit_vocabulary(reference)
+        return reference if adapters is None else merge_adapter(open_adapters(reference, adapters))
 
     def set_train_mode(self, train: bool) -> None:
         """Keep the reference in eval mode."""
@@ -97,6 +142,8 @@ class ReferenceMixin(LanguageTask):
         return {"reference": self._reference_digest}
 
     def check_state(self, state: dict[str, Any]) -> None:
+        if self._reference_digest == _FORGOTTEN:
+            return
         if self.needs_reference and state.get("reference") not in (None, self._reference_digest):
             raise DataError(
                 "Expected the reference model that the run started with, received another one. Pass the same "
@@ -115,16 +162,69 @@ class ReferenceMixin(LanguageTask):
 
     @contextmanager
     def reference_model(self) -> Iterator[nn.Module]:
-        """The reference in eval mode. Use it before the policy's forward pass, without gradients.
-
-        Disabling and enabling an adapter resets requires_grad.
-        """
-        if not self._disables_adapter:
-            assert self._reference is not None, "configure() builds the reference"
+        """The reference in eval mode. Use it before the policy's forward pass, without gradients."""
+        if self._reference_digest == _FORGOTTEN:
+            raise BadArgument(
+                "Expected the model before training as the reference, received a trained model alone, which predicts. To "
+                "evaluate it, make the task as in training and pass it: trainformer.load(folder, task=...)."
+            )
+        if self._reference is not None:
             yield self._reference
-            return
-        with eval_mode(self.model), adapted_model(self.model).disable_adapter():
-            yield self.model
+        elif self._initial is not None:
+            with eval_mode(self.model), initial_weights(self.model, self._initial):
+                yield self.model
+        else:
+            assert self._reference_digest is not None, "configure() builds the reference"
+            with eval_mode(self.model), disabled_adapters(self.model):
+                yield self.model
+
+
+@contextmanager
+def initial_weights(model: nn.Module, initial: list[Tensor]) -> Iterator[None]:
+    """Put the trained weights back to what they were at the start, for a forward pass without gradients."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert len(trained) == len(initial), "the same weights are trained as at the start"
+    with torch.no_grad():
+        now = [p.detach().clone() for p in trained]
+        for position, parameter in enumerate(trained):
+            initial[position] = _placed_like(initial[position], parameter)
+            parameter.data.copy_(initial[position])
+        try:
+            yield
+        finally:
+            for parameter, value in zip(trained, now, strict=True):
+                parameter.data.copy_(value)
+
+
+def _placed_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """On the device of a parameter, and sharded as it is."""
+    value = value.to(parameter.device)
+    placements = getattr(parameter, "placements", None)
+    if placements is None or hasattr(value, "placements"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = parameter.device_mesh  # type: ignore[attr-defined]
+    return distribute_tensor(value, mesh, placements, src_data_rank=None)  # every rank has all of it
+
+
+def _check_can_be_disabled(model: nn.Module) -> None:
+    configs = adapted_model(model).peft_config.values()
+    if any(getattr(config, "bias", "none") != "none" for config in configs):
+        raise BadArgument(_TRAINS_BIASES)
+
+
+@contextmanager
+def disabled_adapters(model: nn.Module) -> Iterator[None]:
+    """Without any adapter. peft makes all of them trainable afterwards: those that were frozen stay frozen."""
+    inner = adapted_model(model)
+    frozen = [p for p in inner.parameters() if not p.requires_grad]
+    try:
+        with inner.disable_adapter():
+            yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 class AnswerScorer:
@@ -143,8 +243,8 @@ class AnswerScorer:
 
 
 def is_base(reference: Any) -> bool:
-    """Whether the reference is the model before training."""
-    return isinstance(reference, str) and reference == "base"
+    """Whether the reference is the model before training, with or without the adapters that it came with."""
+    return isinstance(reference, str) and reference in ("start", "base")
 
 
 def model_digest(model: nn.Module, frozen_only: bool = False) -> str:

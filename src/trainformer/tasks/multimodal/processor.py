@@ -99,7 +99,7 @@ class ProcessorTask(LanguageTask):
     @cached_property
     def preprocessor(self) -> Any:
         """The processor of the model, loaded on first access."""
-        processor = load_processor(self.model_name if self.processor is None else self.processor)
+        processor = load_processor(self.pretrained.tokenizer if self.processor is None else self.processor)
         ensure_pad_token(processor.tokenizer)
         return processor
 
