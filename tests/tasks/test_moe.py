@@ -22,6 +22,7 @@ from text_toys import (
     trainer_for,
 )
 from trainformer.adapters import LoRA
+from trainformer.callbacks import Throughput
 from trainformer.checkpoint import finalize
 from trainformer.core.errors import BadArgument
 from trainformer.loggers import read_jsonl
@@ -253,3 +254,15 @@ def test_mistakes_are_named(task, model, options, words):
 def test_adapters_of_experts_take_no_dropout():
     with pytest.raises(BadArgument, match="without dropout and DoRA"):
         LoRA(target_parameters="experts")
+
+
+def test_the_flops_are_those_of_the_experts_that_a_token_chooses(task):
+    """torch's counter knows no grouped matrix products, with which transformers computes experts by default."""
+
+    def flops(implementation):
+        model = AutoModelForCausalLM.from_config(mixtral(), experts_implementation=implementation)
+        monitor = Throughput()
+        trainer_for(task(model, router_aux_loss_coef=0.0), TEXTS, max_steps=1, callbacks=[monitor]).fit()
+        return monitor.flops_per_sample
+
+    assert flops("grouped_mm") == flops("eager") > 0
