@@ -96,16 +96,16 @@ def rows_of(args: argparse.Namespace, name: str) -> np.ndarray:
 
 
 class Rows(torch.utils.data.Dataset):
-    """Rows of tokens, in order, as records that both libraries read."""
+    """`count` rows of tokens, in order, from the start again where there are not enough, as records for both."""
 
-    def __init__(self, rows: np.ndarray) -> None:
-        self.rows = rows
+    def __init__(self, rows: np.ndarray, count: int) -> None:
+        self.rows, self.count = rows, count
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return self.count
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        row = self.rows[index].astype(np.int64)
+        row = self.rows[index % len(self.rows)].astype(np.int64)
         return {"input_ids": row, "labels": row}
 
 
@@ -119,7 +119,7 @@ class Meter:
         self.val = torch.from_numpy(np.array(rows_of(args, "val")[: args.val_rows], dtype=np.int64))
         self.began = self.clock()
         self.found: dict[str, Any] = {
-            "contestant": args.contestant, "finished": False, "steps": self.steps, "parameters": _size(model),
+            "contestant": args.contestant, "finished": 0, "steps": self.steps, "parameters": _size(model),
             "tokens_per_step": args.batch * args.length, "curve": [], "peak_gib": 0.0, "tokens_per_second": None,
             "versions": {name: _version(name) for name in ("torch", "transformers", "trainformer")},
             "machine": machine(args.device),
@@ -142,7 +142,7 @@ class Meter:
         """After each optimizer step."""
         if step == WARM:
             self.since = self.clock(), step
-        if step in self.due:
+        if step in self.due or self.is_late:
             self.evaluate(step)
 
     def evaluate(self, step: int) -> None:
@@ -168,7 +168,7 @@ class Meter:
             self.since = self.clock(), step
 
     def finish(self) -> None:
-        self.found["finished"] = True
+        self.found["finished"] = self.steps
         self.found["seconds"] = self.clock() - self.began
         self.write()
 
@@ -236,7 +236,7 @@ def with_trainformer(args: argparse.Namespace) -> None:
     )  # fmt: skip
     name = "adamw" if args.contestant.endswith("adamw") else "muon"
     trainer = Trainer(
-        task, Rows(rows_of(args, "train")[: args.batch * meter.steps]), batch_size=args.batch, max_steps=meter.steps,
+        task, Rows(rows_of(args, "train"), args.batch * meter.steps), batch_size=args.batch, max_steps=meter.steps,
         optimizer={"name": name, "betas": (0.9, 0.95)}, lr=rate_of(args), weight_decay=args.weight_decay,
         scheduler="wsd", warmup_ratio=args.warmup, gradient_clip=1.0, seed=args.seed, sampler=SequentialSampler,
         precision="bf16" if args.device == "cuda" else "no", compile=args.compile, device=args.device,
@@ -283,7 +283,7 @@ def with_transformers(args: argparse.Namespace) -> None:
         max_grad_norm=1.0, bf16=args.device == "cuda", torch_compile=args.compile, report_to=[], seed=args.seed,
         logging_strategy="no", save_strategy="no", use_cpu=args.device == "cpu", disable_tqdm=True,
     )  # fmt: skip
-    data = Rows(rows_of(args, "train")[: args.batch * meter.steps])
+    data = Rows(rows_of(args, "train"), args.batch * meter.steps)
     InOrder(
         model, settings, train_dataset=data, data_collator=default_data_collator, optimizers=(optimizer, schedule),
         callbacks=[Watch()],
@@ -295,12 +295,11 @@ def with_transformers(args: argparse.Namespace) -> None:
 # -- all of them -------------------------------------------------------------------------------------------
 
 
-def run_all(args: argparse.Namespace, given: list[str]) -> None:
+def run_all(args: argparse.Namespace, given: list[str], began: float) -> None:
     """Each contestant in its own process, unless its figures are there."""
-    began = time.perf_counter()
     chosen = args.only or [*DEFAULTS, *(["trainformer-values"] if args.value_embeddings else [])]
     for name in chosen:
-        if not args.again and (done := _read(args.out / f"{name}.json")) and done["finished"]:
+        if not args.again and (done := _read(args.out / f"{name}.json")) and done["finished"] == steps_of(args):
             print(f"== {name}: done before", flush=True)
             continue
         left = args.total_limit - (time.perf_counter() - began)
@@ -392,7 +391,7 @@ def parse(given: list[str]) -> argparse.Namespace:
     add("--width", type=int, default=768)
     add("--layers", type=int, default=12)
     add("--heads", type=int, default=12)
-    add("--lr", type=float, default=2e-3, help="with Muon")
+    add("--lr", type=float, default=3e-3, help="with Muon")
     add("--adamw-lr", type=float, default=1e-3, help="with AdamW alone")
     add("--weight-decay", type=float, default=0.1)
     add("--warmup", type=float, default=0.05, help="share of the steps")
@@ -401,8 +400,8 @@ def parse(given: list[str]) -> argparse.Namespace:
     add("--val-rows", type=int, default=256)
     add("--corpus-mb", type=float, default=260.0, help="sources to read at most")
     add("--tokenizer-mb", type=float, default=40.0, help="of them, to train the tokenizer on")
-    add("--time-limit", type=float, default=200.0, help="seconds for a contestant; it stops cleanly")
-    add("--total-limit", type=float, default=900.0, help="seconds for all; those that do not fit are left out")
+    add("--time-limit", type=float, default=240.0, help="seconds for a contestant; it stops cleanly")
+    add("--total-limit", type=float, default=1200.0, help="seconds for all; run the command again for the rest")
     add("--compile", action=argparse.BooleanOptionalAction, default=True)
     add("--seed", type=int, default=0)
     add("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)
@@ -412,6 +411,7 @@ def parse(given: list[str]) -> argparse.Namespace:
 
 
 def main() -> None:
+    began = time.perf_counter()
     given = sys.argv[1:]
     args = parse(given)
     if args.report:
@@ -424,11 +424,10 @@ def main() -> None:
         args.out / "data", length=args.length, vocabulary=args.vocabulary, corpus_mb=args.corpus_mb,
         tokenizer_mb=args.tokenizer_mb, seed=args.seed,
     )  # fmt: skip
-    needed = steps_of(args) * args.batch * args.length
-    if corpus["tokens"]["train"] < needed:
-        sys.exit(f"The corpus has {corpus['tokens']['train']:,} tokens, {needed:,} are needed: lower --tokens.")
+    needed, there = steps_of(args) * args.batch * args.length, corpus["tokens"]["train"]
+    print(f"{needed:,} of {there:,} tokens to train on: {needed / there:.2f} epochs", flush=True)
     if not args.prepare_only:
-        run_all(args, given)
+        run_all(args, given, began)
 
 
 if __name__ == "__main__":

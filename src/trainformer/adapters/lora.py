@@ -19,6 +19,7 @@ from trainformer.adapters.targets import (
     head_names,
     is_conv1d,
     names_of,
+    resolve_parameters,
     resolve_targets,
     tied_embeddings,
 )
@@ -41,6 +42,8 @@ class LoRA(Adapter):
         target_modules: Layers to adapt: names or suffixes of names, "all-linear", or a regular expression over full
             names. Default: peft's choice for the architecture (mostly query and value), else all linear layers except
             the head. On a vision-language model, names without a dot refer to the language model only.
+        target_parameters: Stacked weights of experts to adapt as well: names or suffixes of parameters such as
+            "experts.down_proj", or "experts" for all of them. It needs ``dropout=0``.
         use_dora: Learn direction and magnitude of each weight separately (DoRA). Slower, better at low ranks.
         use_rslora: Scale by alpha / sqrt(r), which stabilises high ranks.
         bias: Biases to train: "none", "all" or "lora_only".
@@ -67,6 +70,7 @@ class LoRA(Adapter):
     modules_to_save: Sequence[str] | None = None
     trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] | None = None
     init: bool | str = True
+    target_parameters: Sequence[str] | str | None = None
 
     def __post_init__(self) -> None:
         check_count("r", self.r, do="Pass r=8, for instance.")
@@ -81,6 +85,10 @@ class LoRA(Adapter):
             raise BadArgument(expected("init to be True, False, 'gaussian' or 'orthogonal'", self.init, do))
         if self.init == "orthogonal" and self.r % 2:
             raise BadArgument(expected("an even r with init='orthogonal'", self.r))
+        if self.target_parameters is not None and (self.dropout or self.use_dora):
+            received = "use_dora=True" if self.use_dora else f"dropout={self.dropout}"
+            do = "Adapters of stacked weights have no input of their own to drop. Pass dropout=0, and no use_dora."
+            raise BadArgument(expected("LoRA without dropout and DoRA for target_parameters", received, do))
         for argument in ("target_modules", "modules_to_save"):
             given = getattr(self, argument)
             if given is None or (argument == "target_modules" and isinstance(given, str) and given):
@@ -117,6 +125,7 @@ class LoRA(Adapter):
             lora_alpha=self.alpha,
             lora_dropout=self.dropout,
             target_modules=targets,
+            target_parameters=resolve_parameters(model, self.target_parameters),
             use_dora=self.use_dora,
             use_rslora=self.use_rslora,
             bias=self.bias,

@@ -270,7 +270,7 @@ def write_adapters(model: nn.Module, weights: Path) -> list[str]:
         "active": active,
         "trained": trained,
         "inactive": [name for name in others if name not in active],
-        "model_config": _labels(inner, trained),
+        "model_config": {**_labels(inner, trained), **getattr(base, "config_overrides", {})},
         "quantization": _quantization(base),
     }
     if alone and not any(content[key] for key in ("inactive", "model_config", "quantization")):

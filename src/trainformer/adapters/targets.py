@@ -61,6 +61,32 @@ def resolve_targets(
     return names
 
 
+def resolve_parameters(model: nn.Module, wanted: Sequence[str] | str | None) -> list[str] | None:
+    """Parameters as peft takes them: suffixes of names. "experts" stands for the stacked weights of all experts.
+
+    >>> resolve_parameters(nn.Linear(1, 1), None)
+    """
+    if wanted is None:
+        return None
+    stacked = [name for name, p in model.named_parameters() if p.ndim == 3 and _owner_has_experts(model, name)]
+    names = [wanted] if isinstance(wanted, str) else list(wanted)
+    if names == ["experts"]:
+        names = sorted({".".join(name.split(".")[-2:]) for name in stacked})
+    if not stacked or not names:
+        do = "Leave it out for attention and other linear layers alone."
+        raise BadArgument(expected("a model with stacked expert weights for target_parameters", wanted, do))
+    for name in names:
+        if not any(_matches(full, name) for full in stacked):
+            known = sorted({".".join(full.split(".")[-2:]) for full in stacked})
+            do = did_you_mean(name, known) or f"It has {', '.join(known)}."
+            raise BadArgument(expected("target_parameters to name stacked weights of experts", name, do))
+    return names
+
+
+def _owner_has_experts(model: nn.Module, name: str) -> bool:
+    return hasattr(model.get_submodule(name.rpartition(".")[0]), "num_experts")
+
+
 def adapted_layers(model: nn.Module, targets: Sequence[str] | str) -> list[nn.Module]:
     """The modules that resolved targets refer to."""
     if isinstance(targets, str):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -192,7 +194,7 @@ def _count_flops(trainer: TrainerLike) -> float | None:
     with trainer.sandbox() as probe:
         batch: Any = next(probe.batches())
         try:
-            with FlopCounterMode(display=False) as counter:
+            with FlopCounterMode(display=False, custom_mapping=_uncounted_by_torch()) as counter:
                 probe.step(batch)
         except RuntimeError as error:  # a backward pass inside of the step, for instance; a real error comes back later
             logger.warning(
@@ -204,6 +206,21 @@ def _count_flops(trainer: TrainerLike) -> float | None:
         logger.info("Throughput: torch counts no FLOPs for this model; logging throughput without them")
         return None
     return flops / max(batch.size, 1)  # 0: this rank has no sample of its own and computes a borrowed one
+
+
+def _uncounted_by_torch() -> dict[Any, Any]:
+    """Formulas that torch's counter lacks: grouped matrix products, with which transformers computes experts."""
+    grouped = getattr(torch.ops.aten, "_grouped_mm", None)
+    return {} if grouped is None else {grouped: _grouped_mm_flops}
+
+
+def _grouped_mm_flops(a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
+    """Each row of a stack is multiplied with one of the matrices.
+
+    >>> _grouped_mm_flops((10, 4), (3, 4, 5))  # ten tokens, three experts
+    400
+    """
+    return 2 * math.prod(a) * b[-1]
 
 
 def named_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str | None, Tensor]]:

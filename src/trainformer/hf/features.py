@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainformer.callbacks.compat.huggingface_types import TrainerCallback
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
 from trainformer.hf.argument_checks import LOG_LEVELS, LOGGERS
 from trainformer.hf.collate import inner_model
+from trainformer.models.neftune import EmbeddingNoise, input_embeddings
 from trainformer.utils.processes import resident_bytes
 
 
@@ -80,7 +81,7 @@ def training_features(model: nn.Module, args: Any) -> Iterator[None]:
         liger = require("transformers.integrations.liger", "hf", "for use_liger_kernel")
         liger.apply_liger_kernel(model, args.liger_kernel_config)
     if args.neftune_noise_alpha is not None:
-        handles.append(_embeddings(model).register_forward_hook(_Noise(args.neftune_noise_alpha)))
+        handles.append(_embeddings(model).register_forward_hook(EmbeddingNoise(args.neftune_noise_alpha)))
     if "underflow_overflow" in [str(getattr(option, "value", option)) for option in args.debug]:
         require("transformers.debug_utils", "hf", "for debug").DebugUnderflowOverflow(inner_model(model))
     try:
@@ -91,26 +92,13 @@ def training_features(model: nn.Module, args: Any) -> Iterator[None]:
 
 
 def _embeddings(model: nn.Module) -> nn.Module:
-    inner: Any = inner_model(model)
-    found = inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
+    inner = inner_model(model)
+    found = input_embeddings(inner)
     if found is None:
         do = "Leave it out, or define get_input_embeddings()."
         what = "a model with input embeddings for neftune_noise_alpha"
         raise BadArgument(expected(what, type(inner).__name__, do))
     return found
-
-
-class _Noise:
-    """Adds uniform noise to embeddings while training (NEFTune): alpha / sqrt(length x width) at most."""
-
-    def __init__(self, alpha: float) -> None:
-        self.alpha = alpha
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        if not module.training:
-            return output
-        most = self.alpha / (output.shape[1] * output.shape[2]) ** 0.5
-        return output + torch.zeros_like(output).uniform_(-most, most)
 
 
 def cast_for_evaluation(model: nn.Module, args: Any) -> None:

@@ -130,16 +130,22 @@ class OutputStates:
         if chunk_tokens is not None and chunk_tokens < 0:
             raise BadArgument(expected("chunk_tokens to be at least 0, or None", chunk_tokens))
         self.chunk_tokens = chunk_tokens or None
+        self.keeps_router_logits = False  # of a mixture of experts, in `router_logits` after each call
+        self.router_logits: tuple[torch.Tensor, ...] | None = None
         self._usable: bool | None = False if chunk_tokens == 0 else None
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, nn.Linear | None]:
         """(hidden states, layer), or (logits, None)."""
         head = output_head(model) if self._usable is not False else None
-        with declare_packing(packed="position_ids" in inputs):
-            if head is None:
-                return model(**inputs, use_cache=False).logits, None
+        options = {"use_cache": False} | ({"output_router_logits": True} if self.keeps_router_logits else {})
+        if head is not None:
             # Computes logits of one position, and returns the hidden states of all.
-            output = model(**inputs, use_cache=False, output_hidden_states=True, logits_to_keep=1)
+            options |= {"output_hidden_states": True, "logits_to_keep": 1}
+        with declare_packing(packed="position_ids" in inputs):
+            output = model(**inputs, **options)
+        self.router_logits = output.router_logits if self.keeps_router_logits else None
+        if head is None:
+            return output.logits, None
         hidden = output.hidden_states[-1]
         if self._usable is None:
             self._usable = self._fits(head, hidden, output.logits)
@@ -151,7 +157,7 @@ class OutputStates:
     @staticmethod
     @torch.no_grad()
     def _fits(head: nn.Linear, hidden: torch.Tensor, logits: torch.Tensor) -> bool:
-        made = head(hidden[:, -1:])
+        made = head(hidden.detach()[:, -1:])  # a view of what needs gradients breaks the hooks of FlopCounterMode
         return made.shape == logits.shape and torch.allclose(made.float(), logits.float(), atol=1e-2)
 
 

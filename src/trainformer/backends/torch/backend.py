@@ -189,7 +189,8 @@ class TorchBackend(DeviceScalars):
 
     def begin_window(self, batches: Sequence[DeviceBatch]) -> None:
         """Pass the micro-batches of the next step to the task."""
-        self.task.begin_window([batch.data for batch in batches])
+        with self.precision.forward():
+            self.task.begin_window([batch.data for batch in batches], [batch.size for batch in batches])
 
     def feed(self, batches: Iterable[HostBatch], train: bool) -> Iterator[DeviceBatch]:
         """Batches on the device, with the task's transforms applied."""

@@ -33,6 +33,7 @@ from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cro
 from trainformer.models.embeddings import use_padding_row
 from trainformer.models.language import OutputStates, ensure_pad_token, load_model, load_tokenizer
 from trainformer.models.modes import eval_mode
+from trainformer.models.rope import check_rope_scaling, keep_overrides, scaled_source
 from trainformer.tasks.adapter_mixin import AdapterMixin
 from trainformer.tasks.language.positions import fit_lengths
 from trainformer.tasks.language.pretrained import Pretrained, find_pretrained
@@ -57,6 +58,8 @@ class LanguageTask(AdapterMixin):
     dtype: str | None = None  # of the weights: fp32 (default), bf16 or fp16
     attention: str | None = None  # eager, sdpa, flash_attention_2, ...
     model_kwargs: dict[str, Any] = field(default_factory=dict)
+    rope_scaling: str | dict[str, Any] | None = None  # linear, dynamic, yarn or llama3; or a dict of options
+    rope_factor: float | None = None  # None: what max_length needs
     on_adapter: str | None = None  # a new adapter for a model that has one: merge that one (default), or stack on it
     base: Any = None  # the base of the adapter in `model_name`, if it is not where it was
 
@@ -65,6 +68,7 @@ class LanguageTask(AdapterMixin):
         if self.dtype is not None and self.dtype not in _DTYPES:
             raise BadArgument(expected(f"dtype to be one of {', '.join(_DTYPES)} or None", self.dtype))
         check_count("max_length", self.max_length, least=2)
+        check_rope_scaling(self.rope_scaling, self.rope_factor)
         self._check_adapter(self.kind, packing=bool(getattr(self, "packing", False)))
         if self.on_adapter is not None:
             check_choice("on_adapter", self.on_adapter, _ON_ADAPTER)
@@ -109,7 +113,11 @@ class LanguageTask(AdapterMixin):
         for adapter in (self.adapter, found.adapters):
             options = {**(adapter.load_options(self.kind) if adapter is not None else {}), **options}
         dtype = None if self.dtype is None else _DTYPES[self.dtype]
-        model = load_model(found.source, self.kind, dtype=dtype, **options)
+        source, rope = found.source, {}
+        if self.rope_scaling is not None:
+            source, rope = scaled_source(source, self.rope_scaling, self.rope_factor, self.max_length)
+        model = load_model(source, self.kind, dtype=dtype, **{**options, **rope})
+        keep_overrides(model, rope)
         if is_adapted(model):
             self._check_vocabulary(model)
         else:

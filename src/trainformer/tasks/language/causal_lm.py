@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainformer.core import BadArgument
+from trainformer.core import BadArgument, Loss
 from trainformer.data.text.collate import collate_packed
 from trainformer.data.text.encode import IGNORE_INDEX, Encoder
 from trainformer.data.text.prepare import causal_tokens
@@ -22,6 +22,7 @@ from trainformer.losses.tokens import TokenLoss
 from trainformer.models.language import OutputStates
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.base import GenerationMixin, TokenPredictionTask, data_name
+from trainformer.tasks.language.router import RouterLossMixin
 
 # No attention mask: padding is on the right, where no token of a causal model attends, and has no labels. With a mask,
 # transformers synchronises in each step to see whether anything is masked, and does not use the fastest kernels.
@@ -30,7 +31,7 @@ _PACKING_TOLERANCE = 1e-3  # between packed and unpacked logits: other kernels, 
 
 
 @dataclass(eq=False)
-class CausalLM(GenerationMixin, TokenPredictionTask):
+class CausalLM(RouterLossMixin, GenerationMixin, TokenPredictionTask):
     """Train a causal language model of transformers (GPT, Llama, Mistral, Qwen, ...), pretrained or from scratch.
 
     `model_name` is a hub name, a folder, a config (random weights) or a model; `tokenizer` defaults to the one of
@@ -89,9 +90,16 @@ class CausalLM(GenerationMixin, TokenPredictionTask):
 
     # -- steps ---------------------------------------------------------------------------------------------
 
+    def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
+        """Cross-entropy, summed over the supervised tokens; with the router loss of a mixture of experts."""
+        with self._noisy(batch):
+            loss = super().train_step(batch)
+        return self._with_router_loss(loss, batch)
+
     def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Loss, accuracy, and bits per byte of text, which is comparable across vocabularies."""
         loss = self._loss(batch)
+        self._evaluate_router(batch)
         labels = batch["labels"][..., 1:]
         if self._token_bytes is None or self._token_bytes.device != labels.device:
             self._token_bytes = torch.from_numpy(token_bytes(self.text_tokenizer)).to(labels.device)

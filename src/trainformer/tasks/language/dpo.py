@@ -27,8 +27,10 @@ from trainformer.losses.preference import (
     simpo_loss,
 )
 from trainformer.losses.tokens import SequenceLogProbs
+from trainformer.models.language import OutputStates
 from trainformer.tasks.language.base import GenerationMixin, data_name
 from trainformer.tasks.language.reference import AnswerScorer, ReferenceMixin, is_base
+from trainformer.tasks.language.router import RouterLossMixin
 
 _BETAS = {"sigmoid": 0.1, "ipo": 0.1, "hinge": 0.1, "orpo": 0.1, "simpo": 2.0}  # as in their papers
 _REFERENCE_FREE = ("orpo", "simpo")
@@ -36,7 +38,7 @@ _PER_TOKEN = ("ipo", "orpo", "simpo")  # these use the mean log probability per 
 
 
 @dataclass(eq=False)
-class DPO(ReferenceMixin, GenerationMixin):
+class DPO(RouterLossMixin, ReferenceMixin, GenerationMixin):
     """Train a causal language model to prefer the chosen of two answers.
 
     Records have a `prompt`, a `chosen` and a `rejected` answer, as texts or messages; if both answers are whole
@@ -114,12 +116,15 @@ class DPO(ReferenceMixin, GenerationMixin):
 
     def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
         """The loss summed over pairs, and rewards."""
-        losses, metrics = self._losses_and_rewards(batch, self.label_smoothing)
-        return Loss(losses.sum(), len(losses), metrics=metrics, per_sample=losses.detach())
+        with self._noisy(batch):
+            losses, metrics = self._losses_and_rewards(batch, self.label_smoothing)
+        loss = Loss(losses.sum(), len(losses), metrics=metrics, per_sample=losses.detach())
+        return self._with_router_loss(loss, batch)
 
     def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Loss without label smoothing, and rewards."""
         losses, metrics = self._losses_and_rewards(batch, 0.0)
+        self._evaluate_router(batch)
         return {"loss": (losses.sum(), len(losses)), **metrics}
 
     def _losses_and_rewards(self, batch: Mapping[str, Tensor], label_smoothing: float) -> tuple[Tensor, dict[str, Any]]:
@@ -154,6 +159,13 @@ class DPO(ReferenceMixin, GenerationMixin):
     def _reference_log_probs(self, pairs: Mapping[str, Tensor]) -> Tensor:
         with self.reference_model() as model:
             return self._of_pairs(self._reference_scores(model, pairs))
+
+    @property
+    def _router_states(self) -> OutputStates:
+        return self._policy_scores.states
+
+    def _router_weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return torch.tensor(len(batch["labels"]), device=batch["labels"].device)
 
     def check_batch(self, batch: Any) -> list[str]:
         supervised = (batch["labels"][..., 1:] != -100).any(-1)

@@ -1,4 +1,4 @@
-"""The longest sequence that a model with learned positions can read."""
+"""The longest sequence that a model can read: rows of a table of positions, or rotary positions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from trainformer.core.errors import BadArgument, expected
+from trainformer.models.rope import rope_positions
 
 logger = logging.getLogger("trainformer")
 
@@ -37,7 +38,10 @@ def longest_sequence(model: nn.Module) -> int | None:
 
 def fit_lengths(task: Any) -> None:
     """Reject lengths beyond the positions of the model; lower those that were left at their defaults."""
-    longest = longest_sequence(task.model)
+    longest, do = longest_sequence(task.model), ""
+    if longest is None:
+        longest = rope_positions(task.model)
+        do = "Pass rope_scaling='yarn' (or 'linear', 'dynamic', 'llama3') for longer sequences."
     if longest is None:
         return
     for field in (f for f in fields(task) if f.name in _LENGTHS):
@@ -46,6 +50,6 @@ def fit_lengths(task: Any) -> None:
             continue
         if length != field.default:
             what = f"{field.name} of at most {longest}, the positions that the model has"
-            raise BadArgument(expected(what, length))
+            raise BadArgument(expected(what, length, do))
         logger.info("%s is %d, the positions that the model has", field.name, longest)
         setattr(task, field.name, longest)

@@ -231,14 +231,14 @@ class AnswerScorer:
     """Log probabilities of the answers under a model, with logits in chunks if the model allows it."""
 
     def __init__(self, chunk_tokens: int | None) -> None:
-        self._states = OutputStates(chunk_tokens)
+        self.states = OutputStates(chunk_tokens)
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> SequenceLogProbs:
         # No attention mask: padding is on the right, where no token of a causal model attends.
-        states, head = self._states(model, {"input_ids": batch["input_ids"]})
+        states, head = self.states(model, {"input_ids": batch["input_ids"]})
         if head is None:
             return sequence_log_probs(states, batch["labels"])
-        layer: dict[str, Any] = {"weight": head.weight, "bias": head.bias, "chunk_tokens": self._states.chunk_tokens}
+        layer: dict[str, Any] = {"weight": head.weight, "bias": head.bias, "chunk_tokens": self.states.chunk_tokens}
         return sequence_log_probs(states, batch["labels"], **layer)
 
 
