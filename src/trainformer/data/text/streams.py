@@ -19,10 +19,12 @@ from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.optional import require
 from trainformer.data.hub import check_is_dataset, has_state
 from trainformer.data.labels import HF_STREAM, is_instance_of
+from trainformer.data.tar_shards import is_shard_path
 from trainformer.data.text.encode import Encoded, Encoder, EncodingReport
 from trainformer.data.text.files import content_suffix
 from trainformer.data.text.packing import join_documents
 from trainformer.data.text.schemas import Schema, detect_schema, standard
+from trainformer.data.text.tar_records import TarRecords
 
 PREFIX = "stream:"
 _AHEAD = 32  # records tokenised together
@@ -36,8 +38,11 @@ def open_stream(name: str) -> Any:
 
     `"stream:hf:allenai/c4@en"` is a dataset of the hub (`@configuration` and `:split` as in `load_text`), and
     `"stream:data/*.jsonl.gz"` are files: JSON Lines, CSV, Parquet, or else text with one record per line.
+    `"stream:data/{000..012}.tar"` are tar shards with a JSON file for each record.
     """
     spec = name.removeprefix(PREFIX)
+    if not spec.startswith("hf:") and is_shard_path(spec):
+        return TarRecords(spec)
     datasets = require("datasets", "datasets", "to stream data")
     options: dict[str, Any]
     if spec.startswith("hf:"):
