@@ -20,6 +20,7 @@ from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, Encodin
 from trainformer.data.text.prepare import PairEncoder, Pairs, answers
 from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.schemas import Schema, expected_value, standard
+from trainformer.data.text.sources import load_text
 from trainformer.data.text.store import StoreView, tokenize
 from trainformer.data.text.streams import PairStream
 
@@ -104,6 +105,8 @@ def reward_tokens(
     data: Any, encoder: RewardEncoder, *, cache_dir: str | Path | None = None, name: str = "data"
 ) -> RewardPairs | RewardStream:
     """Tokenise preference pairs for a reward model once; streams on the fly."""
+    if isinstance(data, str | Path):
+        data = load_text(data)
     if is_stream(data):
         return RewardStream(data, encoder)
     return RewardPairs(tokenize(RewardRecords(data), encoder, cache_dir=cache_dir, name=name))
@@ -277,6 +280,8 @@ def unpaired_tokens(
     With `kl`, items also have the prompt with the answer of another record, to estimate the KL divergence.
     """
     kl_length = encoder.max_length if kl else None
+    if isinstance(data, str | Path):
+        data = load_text(data)
     if is_stream(data):
         return UnpairedStream(data, encoder, kl_length)
     return Unpaired(tokenize(UnpairedRecords(data), encoder, cache_dir=cache_dir, name=name), kl_length, name)

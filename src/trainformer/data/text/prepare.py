@@ -61,6 +61,8 @@ def preference_tokens(
 
     Collate the samples with `pair_batch`.
     """
+    if isinstance(data, str | Path):
+        data = load_text(data)
     if is_stream(data):
         return PairStream(data, encoder)
     records: Any = StandardRecords(data, "preference")
