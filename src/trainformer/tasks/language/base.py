@@ -152,8 +152,7 @@ class LanguageTask(AdapterMixin):
         super().save_assets(folder)
         if self.adapter is None:
             model: Any = self.model
-            # As transformers' save_pretrained does: the config may be that of a base model with another head.
-            model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+            model.config.architectures = [type(unwrap_model(model)).__name__.removeprefix("FSDP")]
             model.config.save_pretrained(folder)
             if getattr(model, "generation_config", None) is not None and model.can_generate():
                 model.generation_config.save_pretrained(folder)

@@ -71,6 +71,7 @@ class RewardModel(TextTask):
     def _load(self) -> nn.Module:
         """Load the model with one output, and the padding token in its config: it finds the last token by it."""
         task = copy.copy(self)
+        task.__dict__.pop("pretrained", None)  # found for another `model_name`
         if isinstance(self.model_name, str | Path):
             task.model_kwargs = {"num_labels": 1, **self.model_kwargs}
         elif not isinstance(self.model_name, nn.Module):
