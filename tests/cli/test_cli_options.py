@@ -307,7 +307,7 @@ def test_a_class_that_is_not_a_dataclass(capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--data=d", "expected --task=TASK, received none; there is CLIP, CausalLM"),
+        ("--data=d", "expected --task=TASK, received none; there is CLIP, CPO, CausalLM"),
         ("--tas=DPO --data=d", "expected --task=TASK, received --tas; there is"),
         ("--task --lr=1 --data=d", "expected --task=TASK, received none"),
         ("--task=CausalML --data=d", "received 'CausalML'. Did you mean 'CausalLM'?"),

@@ -15,6 +15,7 @@ RUNS = [  # run, strategy, settings
     *("mlp,ddp,dispatch_batches=1", "mlp,fsdp", "llama,fsdp,accumulation_steps=2", "simclr,fsdp"),
     *("mlp,pipeline", "llama,pipeline", "sets,ddp", "sets,fsdp", "sets,pipeline"),
     *("mixture,ddp,accumulation_steps=2", "mixture,fsdp"),
+    *("kto,ddp,accumulation_steps=2", "kto,fsdp", "cpo,ddp,accumulation_steps=2", "reward,ddp"),
 ]
 
 

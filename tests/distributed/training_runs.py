@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
-from text_toys import chat_tokenizer, llama
+from text_toys import chat_tokenizer, llama, preferences
 from toys import MeanTask, classes
 from trainformer import Mixture, Trainer, log_metric
 from trainformer.adapters import LoRA
 from trainformer.backends.torch.state import gathered
 from trainformer.run import run_of
-from trainformer.tasks import CausalLM
+from trainformer.tasks import CPO, KTO, CausalLM, RewardModel
 
 QUIET = {"log": "none", "device": "cpu", "precision": "no", "resume": None, "save_every": None, "num_workers": 0}
 
@@ -79,10 +79,10 @@ def run_sets(strategy: Any, **options: Any) -> Trainer:
     return run_mlp(strategy, **{**settings, **options})
 
 
-def wide_llama(seed: int = 0, **sizes: Any) -> LlamaForCausalLM:
+def wide_llama(seed: int = 0, kind: Any = LlamaForCausalLM, **sizes: Any) -> Any:
     """One that computes everything in float64: its own norms go through fp32, whatever they are given."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(llama(num_hidden_layers=4, **sizes))
+    model = kind(llama(**{"num_hidden_layers": 4, **sizes}))
     for name, module in list(model.named_modules()):
         if type(module).__name__ == "LlamaRMSNorm":
             model.set_submodule(name, nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon))
@@ -120,6 +120,30 @@ def run_mixture(strategy: Any, **options: Any) -> Trainer:
     return Trainer(task, data, strategy=strategy, **{**QUIET, **settings, **options})
 
 
+def run_preferences(task: Any, strategy: Any, **options: Any) -> Trainer:
+    """Pairs, or twice as many single answers; the last batch has one pair or two answers, less than one for a rank."""
+    settings = {"epochs": 2, "batch_size": 4, "lr": 3e-3, "log_every": 1}
+    records = [{**record, "margin": 0.1 * place} for place, record in enumerate(preferences()[:13])]
+    return Trainer(task, records, records[:5], strategy=strategy, **{**QUIET, **settings, **options})
+
+
+def run_kto(strategy: Any, **options: Any) -> Trainer:
+    """The KL divergence is a mean over the step."""
+    task = KTO(wide_llama(num_hidden_layers=2), tokenizer=chat_tokenizer(), max_length=32, beta=0.5)
+    return run_preferences(task, strategy, **options)
+
+
+def run_cpo(strategy: Any, **options: Any) -> Trainer:
+    """A mean over pairs, and one over tokens."""
+    task = CPO(wide_llama(num_hidden_layers=2), tokenizer=chat_tokenizer(), max_length=32)
+    return run_preferences(task, strategy, **options)
+
+
+def run_reward(strategy: Any, **options: Any) -> Trainer:
+    model = wide_llama(kind=LlamaForSequenceClassification, num_hidden_layers=2, num_labels=1)
+    return run_preferences(RewardModel(model, tokenizer=chat_tokenizer(), max_length=32), strategy, **options)
+
+
 def wide_views(images: Tensor) -> list[Tensor]:
     """Two views in float64."""
     return ssl_toys.two_views(images.double())
@@ -135,6 +159,7 @@ def run_simclr(strategy: Any, **options: Any) -> Trainer:
 
 
 RUNS = {"mlp": run_mlp, "llama": run_llama, "mixture": run_mixture, "simclr": run_simclr, "sets": run_sets}
+RUNS |= {"kto": run_kto, "cpo": run_cpo, "reward": run_reward}
 _SOURCES = [f"train/{kind}/{name}" for kind in ("loss", "share", "passes", "weight") for name in ("short", "long")]
 
 
@@ -146,7 +171,7 @@ def found(trainer: Trainer) -> dict[str, Tensor]:
         for name in ("", "clean/", "small/")
         for metric in ("loss", "logged", "pair", "rows", "ordered")
     ]
-    own = ("train/loss", "train/lr", "train/grad_norm", "train/positive", *_SOURCES)
+    own = ("train/loss", "train/lr", "train/grad_norm", "train/positive", "train/kl", "train/nll_loss", *_SOURCES)
     names = (*own, *(f"val/{name}" for name in measured))
     values = {name: [record[name] for record in history if name in record] for name in names}
     state = run_of(trainer).backend.strategy.unsharded_model().state_dict()

@@ -143,12 +143,20 @@ class PackedLoRA(Victim):
 
     save_async: bool = False
 
-    def train(self):
-        from text_toys import chat_tokenizer, llama, sentences
-        from trainformer.adapters import LoRA
+    def parts(self):
+        """The class of the task, its options, and the data."""
+        from text_toys import sentences
         from trainformer.tasks import CausalLM
 
-        class Task(CausalLM):
+        return CausalLM, {"packing": True}, sentences()
+
+    def train(self):
+        from text_toys import chat_tokenizer, llama
+        from trainformer.adapters import LoRA
+
+        base, options, data = self.parts()
+
+        class Task(base):
             def train_step(task, batch):
                 mark("step")
                 time.sleep(self.pause)
@@ -160,20 +168,19 @@ class PackedLoRA(Victim):
                 return super().eval_step(batch)
 
         torch.manual_seed(3)
-        texts = sentences()
         task = Task(
             llama(num_hidden_layers=1, attention_dropout=0.1),
             tokenizer=chat_tokenizer(),
             max_length=32,
-            packing=True,
             adapter=LoRA(r=4, dropout=0.1),
             cache_dir="tokens",
+            **options,
         )
         recorder = Recorder(Seen(), Path("samples.jsonl").absolute())
         trainer = Trainer(
             task,
-            texts,
-            texts[:4],
+            data,
+            data[:4],
             callbacks=[recorder],
             run_dir="run",
             epochs=3,
@@ -190,6 +197,17 @@ class PackedLoRA(Victim):
             device="cpu",
         )
         trainer.fit()
+
+
+@dataclass(frozen=True)
+class KTOWithLoRA(PackedLoRA):
+    """Single answers, a KL divergence that is estimated before each step, and a reference without the adapter."""
+
+    def parts(self):
+        from text_toys import preferences
+        from trainformer.tasks import KTO
+
+        return KTO, {"beta": 0.5}, preferences()
 
 
 class Seen:

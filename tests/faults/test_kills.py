@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from harness import complete, kill_repeatedly
-from other_victims import FSDP, HF, PackedLoRA, SeveralOptimizers
+from other_victims import FSDP, HF, KTOWithLoRA, PackedLoRA, SeveralOptimizers
 from victim import Case
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -29,6 +29,7 @@ OTHERS = {
     "mixture": Case(data="mixture", max_steps=30),
     "hf": HF(),
     "LoRA with packing": PackedLoRA(),
+    "KTO": KTOWithLoRA(),
     "WGAN": SeveralOptimizers(),
     "PPO": SeveralOptimizers(example="ppo", save_async=True),
     "distillation": SeveralOptimizers(example="distillation"),

@@ -28,9 +28,12 @@ from trainformer.adapters import LoRA, PrefixTuning, QLoRA, merge_and_export
 from trainformer.adapters.qlora import prepare_quantised
 from trainformer.core.errors import BadArgument
 from trainformer.tasks.language.causal_lm import CausalLM
+from trainformer.tasks.language.cpo import CPO
 from trainformer.tasks.language.dpo import DPO
 from trainformer.tasks.language.embedding import TextEmbedding
+from trainformer.tasks.language.kto import KTO
 from trainformer.tasks.language.masked_lm import MaskedLM
+from trainformer.tasks.language.reward_model import RewardModel
 from trainformer.tasks.language.seq2seq import Seq2Seq
 from trainformer.tasks.language.text_classification import TextClassification
 from trainformer.tasks.language.token_classification import TokenClassification
@@ -108,6 +111,10 @@ pairs = partial(
     Row, Seq2Seq, auto="AutoModelForSeq2SeqLM", data=toys.digit_pairs(24), tools=toys.reading_tokenizer,
     options={"max_source_length": 16, "max_target_length": 12}, inputs=both_sides, generate=partial(continued, "1 2"),
 )  # fmt: skip
+preferring = partial(
+    Row, config=toys.llama, auto="AutoModelForCausalLM", data=toys.preferences(), tools=toys.chat_tokenizer,
+    generate=partial(continued, "the quick"),
+)  # fmt: skip
 words = partial(toys.masking_tokenizer, TEXTS)
 seeing = partial(
     Row, VLM, auto="AutoModelForImageTextToText", data=shapes.Questions(SCENES), options={"max_length": 128},
@@ -124,13 +131,15 @@ ROWS = {
     "seq2seq-t5": pairs(toys.t5),
     "seq2seq-bart": pairs(toys.bart),
     "masked-bert": Row(MaskedLM, toys.bert, "AutoModelForMaskedLM", TEXTS, words),
-    "dpo-llama": Row(
-        DPO,
-        toys.llama,
-        "AutoModelForCausalLM",
+    "dpo-llama": preferring(DPO),
+    "kto-llama": preferring(KTO),
+    "cpo-llama": preferring(CPO),
+    "reward-llama": Row(
+        RewardModel,
+        partial(toys.llama, num_labels=1, pad_token_id=1),
+        "AutoModelForSequenceClassification",
         toys.preferences(),
         toys.chat_tokenizer,
-        generate=partial(continued, "the quick"),
     ),
     "classes-bert": Row(
         TextClassification,
@@ -273,8 +282,9 @@ def test_every_task_with_every_adapter(name, choice, bases, tmp_path):
         torch.testing.assert_close(outputs_of(merged, row), after, atol=1e-5, rtol=1e-5)
 
 
-# Rows whose samples know nothing of each other, and are rows of each tensor (pixels of a batch are not).
-ALONE = [name for name, row in ROWS.items() if row.task not in (TextEmbedding, CLIP, VLM)]
+# Rows whose samples know nothing of each other, and are rows of each tensor (pixels of a batch are not). KTO and CPO
+# know totals of their step: tests/language/test_preferences.py.
+ALONE = [name for name, row in ROWS.items() if row.task not in (TextEmbedding, CLIP, VLM, KTO, CPO)]
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -59,7 +59,7 @@ def test_an_unknown_name_lists_close_ones(installed):
         find_task("Segmentatoin")
     with pytest.raises(BadArgument, match=r"the name of a task, received 'SSL\.nothing'"):
         find_task("SSL.nothing")
-    with pytest.raises(BadArgument, match="Tasks: CLIP, CausalLM, DPO"):
+    with pytest.raises(BadArgument, match="Tasks: CLIP, CPO, CausalLM, DPO"):
         find_task("zzz")
 
 

@@ -34,9 +34,12 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ],
         "trainformer.losses.preference": [
             "PreferenceRewards",
+            "cpo_loss",
             "dpo_loss",
+            "kto_loss",
             "orpo_loss",
             "preference_rewards",
+            "reward_model_loss",
             "simpo_loss",
         ],
         "trainformer.losses.tokens": [

@@ -148,12 +148,14 @@ def sequence_log_probs(
     chunk_tokens: int | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    label_weights: Tensor | None = None,
 ) -> SequenceLogProbs:
     """Log probability of the labels (..., T) of each sequence, as preference losses (DPO) need it.
 
     `states` are logits (..., T, V), or, with the `weight` (V, D) of the output layer, hidden states (..., T, D). The
     logits are then computed `chunk_tokens` tokens at a time, and recomputed in the backward pass, because the weights
-    of the sequences are not known before. The other arguments are those of `linear_cross_entropy`.
+    of the sequences are not known before. `label_weights` (..., T) weigh the log probability of each label in the sum.
+    The other arguments are those of `linear_cross_entropy`.
 
     >>> found = sequence_log_probs(torch.zeros(2, 3, 4), torch.tensor([[-100, 1, 2], [-100, -100, 3]]))
     >>> found.sum, found.tokens
@@ -175,7 +177,10 @@ def sequence_log_probs(
         rows = Rows.of(states, targets, ignore_index)
         losses = rows.spread(PerToken.apply(rows.hidden, weight, bias, rows.labels, rows.valid, head))
     tokens = (targets != ignore_index).view(labels.shape).sum(-1)
-    return SequenceLogProbs(-losses.view(labels.shape).sum(-1), tokens)
+    losses = losses.view(labels.shape)
+    if label_weights is not None:
+        losses = losses * (label_weights.roll(-1, -1) if shift else label_weights)  # the last label has no loss then
+    return SequenceLogProbs(-losses.sum(-1), tokens)
 
 
 # -- labels and checks -------------------------------------------------------------------------------------

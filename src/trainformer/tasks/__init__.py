@@ -15,9 +15,12 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.tasks.base": ["DatasetInfo", "Loss", "OptimizerConfig", "Task", "TaskBase"],
         "trainformer.tasks.forecasting": ["TimeSeriesForecasting"],
         "trainformer.tasks.language.causal_lm": ["CausalLM"],
+        "trainformer.tasks.language.cpo": ["CPO"],
         "trainformer.tasks.language.dpo": ["DPO"],
         "trainformer.tasks.language.embedding": ["TextEmbedding"],
+        "trainformer.tasks.language.kto": ["KTO"],
         "trainformer.tasks.language.masked_lm": ["MaskedLM"],
+        "trainformer.tasks.language.reward_model": ["RewardModel"],
         "trainformer.tasks.language.seq2seq": ["Seq2Seq"],
         "trainformer.tasks.language.text_classification": ["TextClassification"],
         "trainformer.tasks.language.token_classification": ["TokenClassification"],
@@ -40,7 +43,7 @@ def task_names() -> list[str]:
     """Names of the built-in tasks and of those that installed packages register under ``trainformer.tasks``.
 
     >>> task_names()[:3]
-    ['CLIP', 'CausalLM', 'DPO']
+    ['CLIP', 'CPO', 'CausalLM']
     """
     return [*_BUILT_IN, *(name for name in plugin_names("tasks") if name not in _BUILT_IN)]
 

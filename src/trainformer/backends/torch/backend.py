@@ -38,7 +38,7 @@ from trainformer.backends.torch.step_checks import StepChecks
 from trainformer.core.errors import BadArgument
 from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, Mean, StepResult
 from trainformer.engine.metrics import weighted_means
-from trainformer.utils.distributed import padding
+from trainformer.utils.distributed import all_reduce_sum, padding
 
 logger = logging.getLogger("trainformer")
 
@@ -188,9 +188,17 @@ class TorchBackend(DeviceScalars):
         return bool(getattr(self.task, "wants_window", False))
 
     def begin_window(self, batches: Sequence[DeviceBatch]) -> None:
-        """Pass the micro-batches of the next step to the task."""
-        with self.precision.forward():
-            self.task.begin_window([batch.data for batch in batches], [batch.size for batch in batches])
+        """Pass the micro-batches of the next step to the task, or their totals if it has `step_totals`."""
+        if not hasattr(self.task, "step_totals"):
+            self.task.begin_window([batch.data for batch in batches])
+            return
+        found = []
+        for batch in batches:
+            # Nothing is logged here: the step itself does that.
+            with torch.no_grad(), self.precision.forward(), nullcontext() if batch.size else padding(participates=True):
+                totals = self.strategy.infer(self.task.step_totals, batch.data)
+            found.append(totals if batch.size else torch.zeros_like(totals))
+        self.task.use_step_totals(all_reduce_sum(torch.stack(found).sum(0)))
 
     def feed(self, batches: Iterable[HostBatch], train: bool) -> Iterator[DeviceBatch]:
         """Batches on the device, with the task's transforms applied."""

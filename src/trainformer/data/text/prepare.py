@@ -20,7 +20,7 @@ from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.rendering import common_prefix
 from trainformer.data.text.sources import load_text
 from trainformer.data.text.store import StoreView, TokenStore, tokenize
-from trainformer.data.text.streams import TokenStream
+from trainformer.data.text.streams import PairStream, TokenStream
 
 logger = logging.getLogger("trainformer")
 
@@ -57,8 +57,15 @@ def causal_tokens(
 
 def preference_tokens(
     data: Any, encoder: PairEncoder, *, cache_dir: str | Path | None = None, name: str = "data"
-) -> Pairs:
-    """Tokenise preference pairs (`prompt`, `chosen`, `rejected`) once. Collate the samples with `pair_batch`."""
+) -> Pairs | PairStream:
+    """Tokenise preference pairs (`prompt`, `chosen`, `rejected`) once; streams on the fly.
+
+    Collate the samples with `pair_batch`.
+    """
+    if isinstance(data, str | Path):
+        data = load_text(data)
+    if is_stream(data):
+        return PairStream(data, encoder)
     records: Any = StandardRecords(data, "preference")
     return Pairs(tokenize(records, encoder, cache_dir=cache_dir, name=name))
 
@@ -120,11 +127,15 @@ class PairEncoder(Encoder):
             with context(place):
                 pieces = [
                     piece
-                    for answer, counted in zip(answers(record), reports, strict=True)
+                    for answer, counted in zip(self._answers(record), reports, strict=True)
                     for piece in super(PairEncoder, self)._pieces_of([answer], counted, lambda _: nullcontext())[0]
                 ]
             found.append(self._keep_pair(pieces, reports, report))
         return found
+
+    def _answers(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Both answers of a record, as records with one sequence each."""
+        return answers(record)
 
     def _keep_pair(self, pieces: list[Encoded], reports: list[EncodingReport], report: EncodingReport) -> list[Encoded]:
         report.records += 1

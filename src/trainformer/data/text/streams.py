@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -19,10 +19,12 @@ from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.optional import require
 from trainformer.data.hub import check_is_dataset, has_state
 from trainformer.data.labels import HF_STREAM, is_instance_of
+from trainformer.data.tar_shards import is_shard_path
 from trainformer.data.text.encode import Encoded, Encoder, EncodingReport
 from trainformer.data.text.files import content_suffix
 from trainformer.data.text.packing import join_documents
 from trainformer.data.text.schemas import Schema, detect_schema, standard
+from trainformer.data.text.tar_records import TarRecords
 
 PREFIX = "stream:"
 _AHEAD = 32  # records tokenised together
@@ -36,8 +38,11 @@ def open_stream(name: str) -> Any:
 
     `"stream:hf:allenai/c4@en"` is a dataset of the hub (`@configuration` and `:split` as in `load_text`), and
     `"stream:data/*.jsonl.gz"` are files: JSON Lines, CSV, Parquet, or else text with one record per line.
+    `"stream:data/{000..012}.tar"` are tar shards with a JSON file for each record.
     """
     spec = name.removeprefix(PREFIX)
+    if not spec.startswith("hf:") and is_shard_path(spec):
+        return TarRecords(spec)
     datasets = require("datasets", "datasets", "to stream data")
     options: dict[str, Any]
     if spec.startswith("hf:"):
@@ -109,7 +114,7 @@ class TokenStream:
         self._restored = False
         pieces = self._sequences(self._cursor)
         if self.capacity is None:
-            return (piece._asdict() for piece in pieces)
+            return (piece._asdict() if isinstance(piece, Encoded) else piece for piece in pieces)
         return self._packed(self._cursor, pieces, self.capacity)
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,8 +135,8 @@ class TokenStream:
 
     # -- reading -------------------------------------------------------------------------------------------
 
-    def _sequences(self, cursor: _Cursor) -> Iterator[Encoded]:
-        """The sequences from the cursor on; advances the cursor."""
+    def _sequences(self, cursor: _Cursor) -> Iterator[Any]:
+        """The sequences (or other items) from the cursor on; advances the cursor."""
         records = self._records(cursor)
         done = cursor.given
         while True:
@@ -161,15 +166,25 @@ class TokenStream:
             records = islice(records, worker.id, None, worker.num_workers)
         return islice(records, cursor.records, None)
 
-    def _encoded(self, chunk: list[Any], first: int) -> list[Encoded]:
+    def _encoded(self, chunk: list[Any], first: int) -> list[Any]:
         if self._schema is None and not (isinstance(chunk[0], Mapping) and "input_ids" in chunk[0]):
-            self._schema = detect_schema(chunk)
+            self._schema = self._detect(chunk)
         records = []
         for number, record in enumerate(chunk, first):
             try:
-                records.append(record if self._schema is None else standard(record, self._schema))
+                records.append(record if self._schema is None else self._standard(record, self._schema))
             except DataError as error:
                 raise DataError(f"Record {number} of the stream: {error}") from error
+        return self._items(records, first)
+
+    def _detect(self, chunk: list[Any]) -> Schema:
+        return detect_schema(chunk)
+
+    def _standard(self, record: Any, schema: Schema) -> dict[str, Any]:
+        return standard(record, schema)
+
+    def _items(self, records: list[Any], first: int) -> list[Any]:
+        """The items of a chunk of records: token sequences."""
         encoded = self.encoder.encode_all(records, self.report, first=first)
         return [sequence for of_record in encoded for sequence in of_record]
 
@@ -188,6 +203,32 @@ class TokenStream:
             if not waiting:
                 return
             yield join_documents([piece._asdict() for piece in _pop_bin(waiting, capacity)])
+
+
+class PairStream(TokenStream):
+    """A stream of preference pairs, tokenised while reading: items are `{"chosen", "rejected"}`, each with tokens.
+
+    >>> from trainformer.data.text.prepare import PairEncoder
+    >>> records = [{"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}]
+    >>> from trainformer.data import train_tokenizer
+    >>> encoder = PairEncoder(train_tokenizer(["1 + 1 = 2"], vocabulary=270), max_length=32)
+    >>> [sorted(pair) for pair in PairStream(records, encoder)]
+    [['chosen', 'rejected']]
+    """
+
+    schemas: ClassVar[tuple[str, ...]] = ("preference",)
+
+    def _detect(self, chunk: list[Any]) -> Schema:
+        schema = detect_schema(chunk)
+        if schema.name not in self.schemas:
+            what = f"a stream of records of the schema {' or '.join(map(repr, self.schemas))}"
+            keys = ", ".join(map(repr, chunk[0])) if isinstance(chunk[0], Mapping) else "no keys"
+            raise DataError(expected(what, f"'{schema.name}', with {keys}", "Rename the keys."))
+        return schema
+
+    def _items(self, records: list[Any], first: int) -> list[Any]:
+        pairs = self.encoder.encode_all(records, self.report, first=first)
+        return [{"chosen": pair[0]._asdict(), "rejected": pair[1]._asdict()} for pair in pairs if pair]
 
 
 def _pop_bin(waiting: list[Encoded], capacity: int) -> list[Encoded]:

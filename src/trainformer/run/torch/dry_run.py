@@ -37,11 +37,16 @@ class DryRun:
         """
         backend = self._backend
         backend.begin_training()
+        self._begin_window(batch)
         for _ in backend.updates(None, [batch]):
             backend.accumulate(batch)
             backend.reduce_window_loss()
             yield backend.active.name, backend.window_loss()
             backend.drop_step()
+
+    def _begin_window(self, batch: DeviceBatch) -> None:
+        if self._backend.wants_window:
+            self._backend.begin_window([batch])
 
     def step(self, batch: DeviceBatch, lr: float | None = None) -> float:
         """One step on a batch, at a given learning rate or at that of the first step; its loss."""
@@ -54,6 +59,7 @@ class DryRun:
         losses = []
         try:
             backend.begin_training()
+            self._begin_window(batch)
             for _ in backend.updates(None, [batch]):
                 backend.accumulate(batch)
                 backend.finish()

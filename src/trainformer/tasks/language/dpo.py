@@ -1,12 +1,12 @@
-"""Preference tuning of causal language models: DPO, IPO, hinge, ORPO and SimPO.
+"""Preference tuning of causal language models relative to a reference model: DPO and its variants; ORPO and SimPO.
 
-Both answers of a pair share one forward pass. The reference model never changes. The losses are in
-`losses.preference`; the loss is a sum over pairs, so padding and gradient accumulation do not change it.
+The reference model never changes. The losses are in `losses.preference`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -15,12 +15,13 @@ from torch import Tensor
 
 from trainformer.core import BadArgument, Loss
 from trainformer.core.errors import check_choice, expected
-from trainformer.data.text.collate import pad
-from trainformer.data.text.prepare import PairEncoder, Pairs, preference_tokens
+from trainformer.data.text.encode import IGNORE_INDEX
 from trainformer.losses.numerics import check_positive
 from trainformer.losses.preference import (
+    check_divergence,
     check_gamma,
     check_label_smoothing,
+    check_weight,
     dpo_loss,
     orpo_loss,
     preference_rewards,
@@ -28,22 +29,34 @@ from trainformer.losses.preference import (
 )
 from trainformer.losses.tokens import SequenceLogProbs
 from trainformer.models.language import OutputStates
-from trainformer.tasks.language.base import GenerationMixin, data_name
+from trainformer.tasks.language.preference import PairTerms, PreferenceTask, flat_pairs, of_pairs
 from trainformer.tasks.language.reference import AnswerScorer, ReferenceMixin, is_base
 from trainformer.tasks.language.router import RouterLossMixin
 
-_BETAS = {"sigmoid": 0.1, "ipo": 0.1, "hinge": 0.1, "orpo": 0.1, "simpo": 2.0}  # as in their papers
+_BETAS = {  # as in their papers
+    **dict.fromkeys(("sigmoid", "ipo", "hinge", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard"), 0.1),
+    **dict.fromkeys(("apo_zero", "apo_down", "discopop", "sigmoid_norm", "orpo"), 0.1),
+    "simpo": 2.0,
+}
 _REFERENCE_FREE = ("orpo", "simpo")
-_PER_TOKEN = ("ipo", "orpo", "simpo")  # these use the mean log probability per token, the others the sum
+_PER_TOKEN = ("ipo", "sigmoid_norm", "orpo", "simpo")  # these use the mean log probability per token, not the sum
+_PART_OF_LOSS = ("robust", "exo_pair")  # their label smoothing is no regularisation: evaluation uses it too
+_SFT = "sft"
 
 
 @dataclass(eq=False)
-class DPO(RouterLossMixin, ReferenceMixin, GenerationMixin):
+class DPO(RouterLossMixin, ReferenceMixin, PreferenceTask):
     """Train a causal language model to prefer the chosen of two answers.
 
     Records have a `prompt`, a `chosen` and a `rejected` answer, as texts or messages; if both answers are whole
-    conversations, their common prefix is the prompt. Prompts are not trained on. `loss` is `"sigmoid"` (DPO), `"ipo"`
-    or `"hinge"`, or, without a reference model, `"orpo"` or `"simpo"`. `beta` defaults to 0.1, for `"simpo"` to 2.
+    conversations, their common prefix is the prompt. Prompts are not trained on. `loss` is `"sigmoid"` (DPO), `"ipo"`,
+    `"hinge"`, `"robust"`, `"exo_pair"`, `"nca_pair"`, `"bco_pair"`, `"sppo_hard"`, `"apo_zero"`, `"apo_down"`,
+    `"discopop"` or `"sigmoid_norm"`, or, without a reference model, `"orpo"` or `"simpo"`. A list of them is a sum,
+    with `loss_weights`; `"sft"` in it is the supervised loss of the chosen answers. `beta` defaults to 0.1, for
+    `"simpo"` to 2.
+
+    `f_divergence` replaces the reverse KL divergence from the reference. `ld_alpha` weighs the tokens of the longer
+    answer beyond the length of the shorter one (LD-DPO).
 
     `reference` is the reference model: `"start"` for the model before this training, `"base"` for the same without the
     adapter that it came with, the name or folder of another model, or a model. With a new adapter, it is the same model
@@ -51,35 +64,75 @@ class DPO(RouterLossMixin, ReferenceMixin, GenerationMixin):
     checkpoint, and always in eval mode. A resumed run checks that its reference is the same as before.
     """
 
-    model_name: Any = "gpt2"
-    max_length: int = 1024
     _: KW_ONLY
-    loss: str = "sigmoid"
+    loss: str | list[str] = "sigmoid"
+    loss_weights: list[float] | None = None  # of the losses, if there are several; all 1 by default
     beta: float | None = None
     gamma: float = 1.0  # SimPO's target margin
     label_smoothing: float = 0.0
+    discopop_tau: float = 0.05
+    f_divergence: str = "reverse_kl"
+    f_alpha: float = 0.5  # the order of the alpha divergence
+    ld_alpha: float | None = None
     reference: Any = "start"
-    truncation: str = "auto"
-    prompt_template: str | None = None
-    chunk_tokens: int | None = None
-
-    kind = "causal_lm"
-    groups_by_length = True
 
     def __post_init__(self) -> None:
-        self._init_task()
-        check_choice("loss", self.loss, _BETAS)
+        self._init_pairs()
+        self._weights = self._weighted_losses()
+        first = self.losses[0]
         if self.beta is None:
-            self.beta = _BETAS[self.loss]
-        check_positive("beta", self.beta, f"{_BETAS[self.loss]} is usual.")
+            self.beta = _BETAS[first]
+        check_positive("beta", self.beta, f"{_BETAS[first]} is usual.")
+        check_positive("discopop_tau", self.discopop_tau, "0.05 is usual.")
         check_gamma(self.gamma)
-        check_label_smoothing(self.label_smoothing, "sigmoid" if self.loss == "simpo" else self.loss)
-        if self.truncation == "split":
-            raise BadArgument(expected("truncation to be 'auto', 'truncate' or 'drop'", "split"))
+        self._check_options()
         self._check_reference_free()
         self._init_reference()
         self._policy_scores = AnswerScorer(self.chunk_tokens)
         self._reference_scores = AnswerScorer(self.chunk_tokens)
+
+    def _weighted_losses(self) -> dict[str, float]:
+        """The weight of each loss."""
+        if isinstance(self.loss, str):
+            check_choice("loss", self.loss, _BETAS)
+            if self.loss_weights is not None:
+                do = "Pass a list of losses, or leave loss_weights out."
+                raise BadArgument(expected("no loss_weights with a single loss", self.loss_weights, do))
+            return {self.loss: 1.0}
+        if not isinstance(self.loss, Sequence) or not self.loss:
+            raise BadArgument(expected("loss to be a name or a list of names", self.loss))
+        for name in self.loss:
+            check_choice("loss", name, (*_BETAS, _SFT))
+        names = list(self.loss)
+        weights = [1.0] * len(names) if self.loss_weights is None else list(self.loss_weights)
+        if len(set(names)) < len(names) or len(weights) != len(names):
+            what = "loss_weights to have one number for each of the losses, which are named once"
+            raise BadArgument(expected(what, f"loss={names}, loss_weights={self.loss_weights}"))
+        for weight in weights:
+            check_weight("loss_weights", weight)
+        preferences = [name for name in names if name != _SFT]
+        if not preferences:
+            raise BadArgument(expected("a preference loss beside 'sft'", names, "To imitate answers, use CausalLM."))
+        if len(preferences) > 1 and (free := [name for name in preferences if name in _REFERENCE_FREE]):
+            raise BadArgument(expected(f"{free[0]!r} to be the only preference loss", names))
+        return dict(zip(names, weights, strict=True))
+
+    def _check_options(self) -> None:
+        """Reject options that the losses do not use."""
+        for loss in self.losses:
+            variant = "sigmoid" if loss in ("simpo", "sigmoid_norm") else loss
+            check_label_smoothing(self.label_smoothing, variant)
+            check_divergence(self.f_divergence, "ipo" if loss == "sigmoid_norm" else loss)
+        if self.ld_alpha is not None:
+            number = isinstance(self.ld_alpha, int | float) and not isinstance(self.ld_alpha, bool)
+            if not number or not 0 <= self.ld_alpha <= 1:
+                raise BadArgument(expected("ld_alpha to be None, or from 0 to 1", self.ld_alpha))
+            if not self.needs_reference or _SFT in self._weights:
+                what = "ld_alpha=None with 'orpo', 'simpo' or 'sft'"
+                raise BadArgument(expected(what, self.ld_alpha, "It belongs to losses with a reference."))
+        alpha = isinstance(self.f_alpha, int | float) and not isinstance(self.f_alpha, bool)
+        if not alpha or not math.isfinite(self.f_alpha):
+            raise BadArgument(expected("f_alpha to be a number", self.f_alpha, "0.5 is usual."))
 
     def _check_reference_free(self) -> None:
         if not self.needs_reference and self.reference is not None and not is_base(self.reference):
@@ -89,76 +142,76 @@ class DPO(RouterLossMixin, ReferenceMixin, GenerationMixin):
             raise BadArgument(expected(f"a reference with loss={self.loss!r}", None, do))
 
     @property
+    def losses(self) -> list[str]:
+        """The names of the preference losses."""
+        return [name for name in self._weights if name != _SFT]
+
+    @property
+    def nll_weight(self) -> float:
+        return self._weights.get(_SFT, 0.0)
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the loss uses a reference model."""
-        return self.loss not in _REFERENCE_FREE
-
-    # -- data ----------------------------------------------------------------------------------------------
-
-    def prepare_dataset(self, dataset: Any, train: bool) -> Pairs:
-        """Tokenise both answers of each record once."""
-        encoder = PairEncoder(
-            self.text_tokenizer,
-            max_length=self.max_length,
-            train_on="completion",
-            truncation=self.truncation,
-            prompt_template=self.prompt_template,
-        )
-        return preference_tokens(dataset, encoder, cache_dir=self.cache_dir, name=data_name(train))
-
-    def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
-        # (B, 2, T), the chosen answer first; so a batch can be split between any two pairs.
-        answers = [pair[part] for pair in examples for part in ("chosen", "rejected")]
-        batch = pad(answers, self.text_tokenizer.pad_token_id, max_length=self.max_length)
-        return {name: tensor.unflatten(0, (-1, 2)) for name, tensor in batch.items()}
+        return not any(loss in _REFERENCE_FREE for loss in self.losses)
 
     # -- steps ---------------------------------------------------------------------------------------------
 
     def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
-        """The loss summed over pairs, and rewards."""
+        """The loss summed over pairs, and rewards; with the router loss of a mixture of experts."""
         with self._noisy(batch):
-            losses, metrics = self._losses_and_rewards(batch, self.label_smoothing)
-        loss = Loss(losses.sum(), len(losses), metrics=metrics, per_sample=losses.detach())
+            loss = super().train_step(batch)
         return self._with_router_loss(loss, batch)
 
     def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Loss without label smoothing, and rewards."""
-        losses, metrics = self._losses_and_rewards(batch, 0.0)
+        found = super().eval_step(batch)
         self._evaluate_router(batch)
-        return {"loss": (losses.sum(), len(losses)), **metrics}
+        return found
 
-    def _losses_and_rewards(self, batch: Mapping[str, Tensor], label_smoothing: float) -> tuple[Tensor, dict[str, Any]]:
-        """The loss of each pair, and rewards, margin and accuracy as (sum, weight)."""
+    def _terms(self, batch: Mapping[str, Tensor], train: bool) -> PairTerms:
         assert self.beta is not None
-        pairs = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask", "labels")}
-        reference = self._reference_log_probs(pairs).unbind(1) if self.needs_reference else (None, None)
-        chosen, rejected = self._of_pairs(self._policy_scores(self.model, pairs)).unbind(1)
-        options: dict[str, Any] = {"beta": self.beta, "reduction": "none"}
-        if self.loss == "orpo":
-            losses = orpo_loss(chosen, rejected, **options)
-        elif self.loss == "simpo":
-            losses = simpo_loss(chosen, rejected, gamma=self.gamma, label_smoothing=label_smoothing, **options)
-        else:
-            options |= {"variant": self.loss, "label_smoothing": label_smoothing}
-            losses = dpo_loss(chosen, rejected, reference[0], reference[1], **options)  # type: ignore[arg-type]
-        rewards = preference_rewards(chosen, rejected, reference[0], reference[1], self.beta)
-        found = {
-            "rewards/chosen": rewards.chosen,
-            "rewards/rejected": rewards.rejected,
-            "rewards/margin": rewards.margin,
-            "rewards/accuracy": rewards.correct,
-        }
-        return losses, {name: (values.sum(), len(values)) for name, values in found.items()}
+        answers = flat_pairs(batch)
+        if self.ld_alpha is not None:
+            answers["label_weights"] = _length_weights(batch["labels"], self.ld_alpha).flatten(0, 1)
+        reference = self._reference_log_probs(answers) if self.needs_reference else None
+        policy = self._policy_scores(self.model, answers)
+        losses: Any = 0.0
+        for loss in self.losses:
+            losses = losses + self._weights[loss] * self._pair_losses(loss, policy, reference, train)
+        per_token = self.losses[0] in _PER_TOKEN
+        theirs = (None, None) if reference is None else of_pairs(reference, per_token).unbind(1)
+        rewards = preference_rewards(*of_pairs(policy, per_token).unbind(1), *theirs, self.beta)
+        return PairTerms(losses, -policy.sum[::2], policy.tokens[::2], rewards)
 
-    def _of_pairs(self, found: SequenceLogProbs) -> Tensor:
-        """Log probabilities (B, 2): sums over the tokens of an answer, or means, depending on the loss."""
-        values = found.sum / found.tokens.clamp(min=1) if self.loss in _PER_TOKEN else found.sum
-        return values.unflatten(0, (-1, 2))
+    def _pair_losses(
+        self, loss: str, policy: SequenceLogProbs, reference: SequenceLogProbs | None, train: bool
+    ) -> Tensor:
+        assert self.beta is not None
+        chosen, rejected = of_pairs(policy, loss in _PER_TOKEN).unbind(1)
+        smoothing = self.label_smoothing if train or loss in _PART_OF_LOSS else 0.0
+        options: dict[str, Any] = {"beta": self.beta, "reduction": "none"}
+        if loss == "orpo":
+            return orpo_loss(chosen, rejected, **options)
+        if loss == "simpo":
+            return simpo_loss(chosen, rejected, gamma=self.gamma, label_smoothing=smoothing, **options)
+        assert reference is not None
+        return dpo_loss(
+            chosen,
+            rejected,
+            *of_pairs(reference, loss in _PER_TOKEN).unbind(1),
+            variant="sigmoid" if loss == "sigmoid_norm" else loss,  # type: ignore[arg-type]
+            label_smoothing=smoothing,
+            discopop_tau=self.discopop_tau,
+            f_divergence=self.f_divergence,  # type: ignore[arg-type]
+            f_alpha=self.f_alpha,
+            **options,
+        )
 
     @torch.no_grad()
-    def _reference_log_probs(self, pairs: Mapping[str, Tensor]) -> Tensor:
+    def _reference_log_probs(self, answers: Mapping[str, Tensor]) -> SequenceLogProbs:
         with self.reference_model() as model:
-            return self._of_pairs(self._reference_scores(model, pairs))
+            return self._reference_scores(model, answers)
 
     @property
     def _router_states(self) -> OutputStates:
@@ -167,6 +220,9 @@ class DPO(RouterLossMixin, ReferenceMixin, GenerationMixin):
     def _router_weight(self, batch: Mapping[str, Tensor]) -> Tensor:
         return torch.tensor(len(batch["labels"]), device=batch["labels"].device)
 
-    def check_batch(self, batch: Any) -> list[str]:
-        supervised = (batch["labels"][..., 1:] != -100).any(-1)
-        return [] if bool(supervised.all()) else ["An answer of the batch has no token to learn: all labels are -100."]
+
+def _length_weights(labels: Tensor, alpha: float) -> Tensor:
+    """Weights of the labels (B, 2, T): 1 up to the length of the shorter answer of a pair, then `alpha`."""
+    places = torch.nn.functional.pad(labels[..., 1:] != IGNORE_INDEX, (1, 0)).cumsum(-1)
+    shared = places[..., -1].amin(1)[:, None, None]
+    return torch.where(places <= shared, 1.0, alpha)

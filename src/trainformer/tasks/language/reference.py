@@ -236,10 +236,10 @@ class AnswerScorer:
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> SequenceLogProbs:
         # No attention mask: padding is on the right, where no token of a causal model attends.
         states, head = self.states(model, {"input_ids": batch["input_ids"]})
-        if head is None:
-            return sequence_log_probs(states, batch["labels"])
-        layer: dict[str, Any] = {"weight": head.weight, "bias": head.bias, "chunk_tokens": self.states.chunk_tokens}
-        return sequence_log_probs(states, batch["labels"], **layer)
+        layer: dict[str, Any] = {}
+        if head is not None:
+            layer = {"weight": head.weight, "bias": head.bias, "chunk_tokens": self.states.chunk_tokens}
+        return sequence_log_probs(states, batch["labels"], label_weights=batch.get("label_weights"), **layer)
 
 
 def is_base(reference: Any) -> bool:

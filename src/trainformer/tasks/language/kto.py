@@ -1,0 +1,198 @@
+"""Kahneman-Tversky optimisation: tuning on single answers that are desirable or not.
+
+The loss compares each answer with an estimate of the KL divergence from the reference: the mean log ratio of prompts
+with the answers of other records. Which answer belongs to which prompt depends on the data alone, and the mean is taken
+over all micro-batches and processes of a step (`step_totals`), before its first update; so it is the same however a
+step is divided, and nothing has to be saved to resume.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from trainformer.core import Loss
+from trainformer.core.errors import check_choice
+from trainformer.data.text.collate import pad
+from trainformer.data.text.encode import IGNORE_INDEX
+from trainformer.data.text.preferences import Unpaired, UnpairedEncoder, unpaired_tokens
+from trainformer.losses.numerics import check_positive
+from trainformer.losses.preference import KTOVariant, check_weight, kto_loss
+from trainformer.models.modes import eval_mode
+from trainformer.tasks.language.base import GenerationMixin, data_name
+from trainformer.tasks.language.preference import check_truncation
+from trainformer.tasks.language.reference import AnswerScorer, ReferenceMixin
+
+logger = logging.getLogger("trainformer")
+
+_BALANCE = (1.0, 4 / 3)  # of the weighted numbers of desirable and undesirable answers: equation 8 of the paper
+_INPUTS = ("input_ids", "labels")
+
+
+@dataclass(eq=False)
+class KTO(ReferenceMixin, GenerationMixin):
+    """Train a causal language model on answers of which each is desirable or not.
+
+    Records have a `prompt`, a `completion` (texts or messages) and a `label`: true if the completion is desirable. They
+    may have `messages` and a `label` instead, whose last answer is judged. Records of `DPO` count as two: the chosen
+    answer is desirable, the rejected one is not. Prompts are not trained on.
+
+    `loss` is `"kto"`, or `"apo_zero_unpaired"`, which needs no estimate of the KL divergence. `desirable_weight` and
+    `undesirable_weight` balance unequal numbers of both. `reference` is that of `DPO`.
+    """
+
+    model_name: Any = "gpt2"
+    max_length: int = 1024
+    _: KW_ONLY
+    loss: str = "kto"
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    reference: Any = "start"
+    truncation: str = "auto"
+    prompt_template: str | None = None
+    chunk_tokens: int | None = None
+
+    kind = "causal_lm"
+    groups_by_length = True
+
+    def __post_init__(self) -> None:
+        self._init_task()
+        check_truncation(self.truncation)
+        check_choice("loss", self.loss, get_args(KTOVariant))
+        check_positive("beta", self.beta, "0.1 is usual.")
+        check_weight("desirable_weight", self.desirable_weight)
+        check_weight("undesirable_weight", self.undesirable_weight)
+        self._init_reference()
+        self._policy_scores = AnswerScorer(self.chunk_tokens)
+        self._reference_scores = AnswerScorer(self.chunk_tokens)
+        self._totals: Tensor | None = None
+
+    # -- data ----------------------------------------------------------------------------------------------
+
+    def prepare_dataset(self, dataset: Any, train: bool) -> Any:
+        """Tokenise each answer once (streams: on the fly), and pair prompts with the answers of other records."""
+        encoder = UnpairedEncoder(
+            self.text_tokenizer,
+            max_length=self.max_length,
+            train_on="completion",
+            truncation=self.truncation,
+            prompt_template=self.prompt_template,
+        )
+        options: Any = {"cache_dir": self.cache_dir, "name": data_name(train)}
+        tokens = unpaired_tokens(dataset, encoder, kl=self.wants_window, **options)
+        if train and isinstance(tokens, Unpaired):
+            self._check_balance(*tokens.label_counts())
+        return tokens
+
+    def _check_balance(self, desirable: int, undesirable: int) -> None:
+        weighted = desirable * self.desirable_weight, undesirable * self.undesirable_weight
+        if not all(weighted):
+            logger.warning("all answers of the training data are %s", "desirable" if weighted[0] else "undesirable")
+        elif desirable != undesirable and not _BALANCE[0] - 1e-2 <= weighted[0] / weighted[1] <= _BALANCE[1] + 1e-2:
+            lowest, highest = (round(weighted[1] * bound / desirable, 2) for bound in _BALANCE)
+            logger.warning(
+                "%d desirable and %d undesirable answers: a desirable_weight from %s to %s would balance them",
+                desirable, undesirable, lowest, highest,
+            )  # fmt: skip
+
+    def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
+        pad_id = self.text_tokenizer.pad_token_id
+        batch = pad(examples, pad_id, max_length=self.max_length)
+        batch["desirable"] = torch.tensor([bool(example["label"]) for example in examples])
+        if "kl_input_ids" in examples[0]:
+            others = [{name: example[f"kl_{name}"] for name in _INPUTS} for example in examples]
+            padded = pad(others, pad_id, max_length=self.max_length)
+            batch |= {f"kl_{name}": padded[name] for name in _INPUTS}
+        return batch
+
+    # -- steps ---------------------------------------------------------------------------------------------
+
+    @property
+    def wants_window(self) -> bool:
+        """Whether the loss depends on the KL divergence, an estimate over the whole step."""
+        return self.loss == "kto"
+
+    def step_totals(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The log ratios of the mismatched answers, summed, and their number."""
+        with eval_mode(self.model):
+            ratios = self._kl_log_ratios(batch).double()
+        return torch.stack([ratios.sum(), torch.full_like(ratios[0], len(ratios))])
+
+    def use_step_totals(self, totals: Tensor) -> None:
+        self._totals = totals
+
+    def on_step_end(self, step: int, max_steps: int) -> None:
+        self._totals = None
+
+    @torch.no_grad()
+    def _kl_log_ratios(self, batch: Mapping[str, Tensor]) -> Tensor:
+        others = {name: batch[f"kl_{name}"] for name in _INPUTS}
+        reference = self._reference_log_probs(others)
+        return self._policy_scores(self.model, others).sum - reference
+
+    def _divergence(self, batch: Mapping[str, Tensor]) -> Tensor | float:
+        """The estimated KL divergence: of the whole step, or of the batch if it is a step of its own."""
+        if not self.wants_window:
+            return 0.0
+        total, count = (self.step_totals(batch) if self._totals is None else self._totals).unbind()
+        return (total / count).clamp(min=0)
+
+    @torch.no_grad()
+    def _reference_log_probs(self, batch: Mapping[str, Tensor]) -> Tensor:
+        with self.reference_model() as model:
+            return self._reference_scores(model, batch).sum
+
+    def _loss(self, policy: Tensor, reference: Tensor, desirable: Tensor, kl: Tensor | float) -> Tensor:
+        return kto_loss(
+            policy, reference, desirable, kl, self.beta, desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight, variant=self.loss, reduction="none",  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
+        """The loss summed over answers, the rewards of both kinds, and the KL divergence."""
+        kl = self._divergence(batch)
+        reference, desirable = self._reference_log_probs(batch), batch["desirable"]
+        policy = self._policy_scores(self.model, batch).sum
+        losses = self._loss(policy, reference, desirable, kl)
+        rewards = self.beta * (policy.detach() - reference)
+        metrics: dict[str, Any] = {
+            "rewards/chosen": ((rewards * desirable).sum(), desirable.sum()),
+            "rewards/rejected": ((rewards * ~desirable).sum(), (~desirable).sum()),
+        }
+        if self.wants_window:
+            metrics["kl"] = (kl * len(losses), len(losses))
+        return Loss(losses.sum(), len(losses), metrics=metrics, per_sample=losses.detach())
+
+    def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What `on_eval_end` computes the loss from, per answer."""
+        reference = self._reference_log_probs(batch)
+        rows = {"policy": self._policy_scores(self.model, batch).sum, "reference": reference}
+        if self.wants_window:
+            rows["kl"] = self._kl_log_ratios(batch)
+        return {**rows, "desirable": batch["desirable"]}
+
+    def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
+        """Loss and rewards, with the KL divergence estimated over the whole dataset."""
+        policy, reference, desirable = rows["policy"].double(), rows["reference"].double(), rows["desirable"]
+        metrics = {}
+        kl = 0.0
+        if "kl" in rows:
+            kl = metrics["kl"] = max(0.0, rows["kl"].double().mean().item())
+        metrics["loss"] = self._loss(policy, reference, desirable, kl).mean().item()
+        rewards = self.beta * (policy - reference)
+        for name, chosen in (("rewards/chosen", desirable), ("rewards/rejected", ~desirable)):
+            if chosen.any():
+                metrics[name] = rewards[chosen].mean().item()
+        if "rewards/chosen" in metrics and "rewards/rejected" in metrics:
+            metrics["rewards/margin"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        return metrics
+
+    def check_batch(self, batch: Any) -> list[str]:
+        supervised = (batch["labels"][..., 1:] != IGNORE_INDEX).any(-1)
+        return [] if bool(supervised.all()) else ["An answer of the batch has no token to learn: all labels are -100."]
