@@ -270,7 +270,7 @@ def _chunk(
     else:
         scores = project(part)[:, : given.common]
         best = argmax_rows(scores)
-        teacher = _log_softmax(scores, given.temperature)
+        teacher = _log_softmax(scores.to(student.dtype), given.temperature)
         divergence, kl, slopes = _divergence(student, teacher, given.beta)
         if learn:
             slopes = slopes.sub_(student.exp().mul_(slopes.sum(-1, keepdim=True)))

@@ -15,6 +15,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.tasks.base": ["DatasetInfo", "Loss", "OptimizerConfig", "Task", "TaskBase"],
         "trainformer.tasks.forecasting": ["TimeSeriesForecasting"],
         "trainformer.tasks.language.causal_lm": ["CausalLM"],
+        "trainformer.tasks.language.distillation": ["Distillation"],
         "trainformer.tasks.language.dpo": ["DPO"],
         "trainformer.tasks.language.embedding": ["TextEmbedding"],
         "trainformer.tasks.language.masked_lm": ["MaskedLM"],

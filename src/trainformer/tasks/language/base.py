@@ -33,7 +33,7 @@ from trainformer.models.modes import eval_mode
 from trainformer.tasks.adapter_mixin import AdapterMixin
 from trainformer.tasks.language.positions import fit_lengths
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LARGEST_EXPONENT = 700.0  # exp() overflows beyond
 
 logger = logging.getLogger("trainformer")
@@ -55,8 +55,8 @@ class LanguageTask(AdapterMixin):
 
     def _init_task(self) -> None:
         """Validate shared arguments before anything is loaded. Call it from `__post_init__`."""
-        if self.dtype is not None and self.dtype not in _DTYPES:
-            raise BadArgument(expected(f"dtype to be one of {', '.join(_DTYPES)} or None", self.dtype))
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise BadArgument(expected(f"dtype to be one of {', '.join(DTYPES)} or None", self.dtype))
         check_count("max_length", self.max_length, least=2)
         self._check_adapter(self.kind, packing=bool(getattr(self, "packing", False)))
         self._model: nn.Module | None = None
@@ -92,7 +92,7 @@ class LanguageTask(AdapterMixin):
         options = self._load_options()
         if self.adapter is not None:
             options = {**self.adapter.load_options(self.kind), **options}
-        dtype = None if self.dtype is None else _DTYPES[self.dtype]
+        dtype = None if self.dtype is None else DTYPES[self.dtype]
         model = load_model(self.model_name, self.kind, dtype=dtype, **options)
         self._fit_vocabulary(model)
         return model if self.adapter is None else self.adapter.apply(model, kind=self.kind)
