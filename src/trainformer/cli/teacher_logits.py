@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from pathlib import Path
 
 from trainformer.cli.app import Command
@@ -44,6 +45,8 @@ def _run(args: argparse.Namespace) -> None:
     options = {name: getattr(args, name) for name in (*names, "batch_size", "dtype", "bits", "device", "cache_dir")}
     with stdout_to_stderr():
         found = save_teacher_logits(args.teacher, tuple(args.data), args.out, **options)
+    if os.environ.get("RANK", "0") != "0":
+        return  # of several processes one reports
     size = sum(path.stat().st_size for path in args.out.glob("part-*"))
     tokens = size // found.info.bytes_per_token
     said = {"folder": str(args.out), "sequences": len(found), "k": found.info.k, "bytes": size}

@@ -289,13 +289,15 @@ def argmax_rows(logits: Tensor) -> Tensor:
     return logits.max(-1).indices
 
 
-def head_logits(states: Tensor, layer: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def head_logits(
+    states: Tensor, layer: Tensor, bias: Tensor | None, scale: float, out: Tensor | None = None
+) -> Tensor:
     """Scaled logits; the scale is free inside the matrix product."""
     if bias is None:
         bias, beta = states.new_zeros(1), 0.0
     else:
         beta = scale
-    return torch.addmm(bias, states, layer.T, beta=beta, alpha=scale)
+    return torch.addmm(bias, states, layer.T, beta=beta, alpha=scale, out=out)
 
 
 def _kept_as(tensor: Tensor, head: Head) -> torch.dtype:

@@ -85,15 +85,13 @@ class LogitsStore:
         self.folder = Path(folder)
         self.info, self.settings = _read_info(self.folder)
         self._parts = [_open_part(path, self.info) for path in sorted(self.folder.glob(_PART))]
-        if not self._parts:
-            do = "Run `trainformer teacher-logits` first, or again."
-            raise DataError(expected(f"teacher logits in {self.folder}", "none", do))
         if verify:
             verify_parts([part.path for part in self._parts])
         # Sorted by the first half of the key.
-        self._keys = np.concatenate([part.keys for part in self._parts])
-        self._part_of = np.repeat(np.arange(len(self._parts)), [len(part.keys) for part in self._parts])
-        self._row_of = np.concatenate([np.arange(len(part.keys)) for part in self._parts])
+        sizes = [len(part.keys) for part in self._parts]
+        self._keys = np.concatenate([np.empty((0, 2), np.uint64), *(part.keys for part in self._parts)])
+        self._part_of = np.repeat(np.arange(len(sizes)), np.asarray(sizes, dtype=np.int64))
+        self._row_of = np.concatenate([np.empty(0, np.int64), *map(np.arange, sizes)])
         self._order = np.argsort(self._keys[:, 0], kind="stable")
         self._first = self._keys[self._order, 0]
 

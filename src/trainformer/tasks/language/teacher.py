@@ -53,6 +53,9 @@ class TeacherMixin(ReferenceMixin):
         check_tail(self.tail, self.beta)
         if is_logits_folder(self.teacher):
             self._logits = LogitsStore(Path(self.teacher).expanduser())
+            if not len(self._logits):
+                do = "Run `trainformer teacher-logits` first, or again."
+                raise DataError(expected(f"teacher logits in {self._logits.folder}", "none", do))
             if self._logits.info.temperature != self.temperature:
                 stored = self._logits.info.temperature
                 do = f"Pass temperature={stored:g}, or store the logits again with the other one."

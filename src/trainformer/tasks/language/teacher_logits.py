@@ -129,13 +129,14 @@ class _Scorer:
 
 def _missing(store: Any, writer: LogitsWriter) -> list[int]:
     """The sequences of this process that the folder does not have; of equal ones, the first."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0")) if world > 1 else 0
     missing: dict[bytes, int] = {}
-    for index in range(len(store)):
+    for index in range(rank, len(store), world):  # not a share of what is missing, which changes meanwhile
         key = sequence_key(store[index]["input_ids"], store[index]["labels"])
         if key not in writer:
             missing.setdefault(key.tobytes(), index)
-    return list(missing.values())[rank::world]
+    return list(missing.values())
 
 
 def _windows(store: Any, missing: list[int], batch_size: int, progress: bool) -> Iterator[list[Any]]:
