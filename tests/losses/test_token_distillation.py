@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from trl.experimental.gkd import GKDTrainer
 
 from trainformer.core.errors import BadArgument
@@ -96,6 +97,37 @@ def test_gradients_are_those_of_full_logits(beta):
         torch.testing.assert_close(found.per_token.sum(), found.sum.detach())
         wanted = gradients(3 * (0.7 * divergence + 0.3 * losses[counted].sum()), student)
         torch.testing.assert_close(mine, wanted, rtol=1e-10, atol=1e-12)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, list | tuple) else [made]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return made
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_logits_of_all_tokens_are_never_in_memory(beta, dtype):
+    hidden = torch.randn(2, 32, 4, requires_grad=True)
+    weight, labels = torch.randn(500, 4, requires_grad=True), torch.randint(0, 500, (2, 32))
+    states = TeacherStates(torch.randn(2, 32, 6), torch.randn(500, 6))
+    sizes = {}
+    for chunk in (4, 64):
+        with Largest() as largest, torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
+            found = distillation_loss(
+                hidden, labels, states, weight=weight, beta=beta, alpha=0.5, temperature=2.0, chunk_tokens=chunk
+            )
+            found.sum.backward()
+        sizes[chunk] = largest.elements
+    assert sizes[4] <= max(4 * 500, 500 * 6)  # the logits of a chunk, or the output layer itself
+    assert sizes[64] >= 62 * 500
 
 
 def test_a_second_backward_pass_gives_the_same_gradients():

@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM
 from trl.experimental.gkd import GKDTrainer
 
 import text_toys as toys
+import trainformer
 from forking import SERVER
 from toys import weights
 from trainformer.adapters import LoRA
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.tasks import Distillation
-from trainformer.tasks.language.on_policy import DATA, STUDENT, TEACHER
+from trainformer.tasks.language.on_policy import STUDENT, TEACHER
 
 
 @pytest.fixture(scope="module")
@@ -295,4 +296,28 @@ def test_another_tokenizer_is_refused(tmp_path):
     run = trainer(tmp_path, teacher=str(tmp_path / "teacher"), teacher_dtype="bf16", teacher_device="cpu", max_steps=1)
     assert next(run.task._elsewhere[0].parameters()).dtype is torch.bfloat16
     assert run.fit().state.step == 1
-    assert DATA == 0
+
+
+def test_a_model_that_predicts_needs_no_teacher(tmp_path):
+    """It is loaded when an evaluation asks for it, and is the same as in training."""
+    for name, made in (("teacher", teacher()), ("student", model())):
+        made.float().save_pretrained(tmp_path / name)
+        toys.chat_tokenizer().save_pretrained(tmp_path / name)
+    options = {"model": str(tmp_path / "student"), "teacher": str(tmp_path / "teacher"), "lmbda": 0.0}
+    run = trainer(tmp_path, **options, max_steps=2, val_data=CHATS[:4], run_dir=tmp_path / "run", save_every=2).fit()
+    state = run.task.state_dict()
+    used = task(tmp_path, **options)
+    used.forget_reference()
+    again = toys.trainer_for(used, CHATS, val_data=CHATS[:4], precision="no")
+    used.load_state_dict(state)
+    used.model.load_state_dict(run.task.model.state_dict())
+    assert len(used.generate("the quick", max_new_tokens=3)) == 1
+    assert used._reference is None
+    assert not used._elsewhere
+    assert again.evaluate() == pytest.approx(run.evaluate(), rel=1e-6)
+    assert len(used._elsewhere) == 1
+    base = task(tmp_path, **{**options, "teacher": "base"})
+    base.forget_reference()
+    with pytest.raises(BadArgument, match="make the task as in training"):
+        toys.trainer_for(base, CHATS, val_data=CHATS[:4]).evaluate()
+    assert isinstance(trainformer.load(tmp_path / "run").predict(["the quick"])[0]["text"], str)

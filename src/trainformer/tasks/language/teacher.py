@@ -24,6 +24,7 @@ from trainformer.tasks.language.reference import ReferenceMixin, is_base, model_
 logger = logging.getLogger("trainformer")
 
 _HOW = "a model, the name or folder of one, 'base', or a folder of teacher logits"
+_LATER = ""  # the digest of a teacher that was not loaded
 _LOADING = ("teacher_dtype", "teacher_bits", "teacher_device", "teacher_kwargs")
 
 
@@ -45,7 +46,9 @@ class TeacherMixin(ReferenceMixin):
 
     def _init_teacher(self) -> None:
         self._reference: nn.Module | None = None
+        self._initial: list[Tensor] | None = None
         self._reference_digest: str | None = None
+        self._saved_digest: str | None = None  # of the teacher of a run whose model is only used
         self._elsewhere: list[nn.Module] = []  # in a list: a trainer moves and shards modules that a task holds itself
         self._logits: LogitsStore | None = None
         self._teacher_states = OutputStates(self.chunk_tokens)
@@ -97,6 +100,25 @@ class TeacherMixin(ReferenceMixin):
         """Whether the teacher is a model in memory."""
         return self._logits is None
 
+    def forget_reference(self) -> None:
+        """Load the teacher only if it is asked something, since a model that only predicts needs none."""
+        self._reference_digest = _LATER
+
+    def _build_later(self) -> None:
+        if self._reference_digest != _LATER:
+            return
+        if is_base(self.teacher):
+            raise BadArgument(
+                "Expected the model before training as the teacher, received a trained model alone, which predicts. To "
+                "evaluate it, make the task as in training and pass it: trainformer.load(folder, task=...)."
+            )
+        self._reference_digest = None
+        self._build_reference(self.model)
+        if self._reference is not None:
+            device = next(self.model.parameters()).device
+            self._elsewhere, self._reference = [self._reference.to(device)], None
+        self.check_state({"reference": self._saved_digest})
+
     def _build_reference(self, model: nn.Module) -> None:
         """Load the teacher once, and compare its vocabulary with the student's."""
         if self._reference_digest is not None:
@@ -122,6 +144,9 @@ class TeacherMixin(ReferenceMixin):
         return load_model(self.teacher, self.kind, dtype=dtype, **options).requires_grad_(False).eval()
 
     def check_state(self, state: dict[str, Any]) -> None:
+        if self._reference_digest == _LATER:
+            self._saved_digest = state.get("reference")
+            return
         if state.get("reference") not in (None, self._reference_digest):
             raise DataError(
                 "Expected the teacher that the run started with, received another one. Pass the same teacher, with the "
@@ -138,6 +163,7 @@ class TeacherMixin(ReferenceMixin):
     @contextmanager
     def reference_model(self) -> Iterator[nn.Module]:
         """The teacher in eval mode. Use it before the student's forward pass, without gradients."""
+        self._build_later()
         if self._elsewhere:
             yield self._elsewhere[0]
             return
