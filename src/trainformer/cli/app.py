@@ -50,6 +50,7 @@ COMMANDS = {
         "trained",
         "prepare a run's model for deployment: merge adapters, quantize, compare with the original",
     ),
+    "teacher-logits": ("teacher_logits", "store a teacher's most probable tokens on disk, to distil from"),
     "doctor": ("doctor", "show versions, devices, and what is missing"),
     "completion": ("completion", "print a script that completes commands and options in the shell"),
 }

@@ -15,7 +15,7 @@ from trainformer.cli.output import positive, whole_number
 from trainformer.core.errors import BadArgument, TrainformerError, did_you_mean, expected
 
 #: Commands that can run in several processes.
-LAUNCHABLE = ("train", "check", "resume", "run", "evaluate", "predict")
+LAUNCHABLE = ("train", "check", "resume", "run", "evaluate", "predict", "teacher-logits")
 _EXAMPLE = "trainformer launch --nproc 4 script.py --its-own arguments"
 
 

@@ -1,4 +1,4 @@
-"""Losses: margin softmax, contrastive, self-distillation, pairs, tokens and preferences."""
+"""Losses: margin softmax, contrastive, distillation, pairs, tokens and preferences."""
 
 from trainformer.core.lazy import lazy_exports
 
@@ -23,6 +23,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "negative_cosine",
             "teacher_entropy",
         ],
+        "trainformer.losses.divergence": ["DistillationLoss", "TeacherStates", "TopLogProbs", "distillation_loss"],
         "trainformer.losses.metric_learning": [
             "PairLoss",
             "make_metric_loss",

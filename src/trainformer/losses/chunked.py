@@ -94,7 +94,7 @@ class Rows(NamedTuple):
         return values if self.kept is None else values.new_zeros(self.size).index_copy(0, self.kept, values)
 
 
-class _Gradients(NamedTuple):
+class Gradients(NamedTuple):
     """With respect to hidden states, weight and bias, each if required; to be multiplied by `Head.unit`."""
 
     hidden: Tensor | None
@@ -116,7 +116,7 @@ class _Found(NamedTuple):
 
     losses: Tensor
     right: Tensor
-    gradients: _Gradients
+    gradients: Gradients
 
 
 def _sweep(
@@ -132,30 +132,46 @@ def _sweep(
     size = len(labels)
     losses = hidden.new_empty(size, dtype=wide)
     right = labels.new_empty(size, dtype=torch.bool)
-    by_hidden = hidden.new_empty(hidden.shape, dtype=_kept_as(hidden, head)) if needs[0] else None
-    by_weight = hidden.new_zeros(weight.shape, dtype=wide) if needs[1] else None
-    by_bias = hidden.new_zeros((len(weight), 1), dtype=wide) if needs[2] else None
+    sums = GradientSums(tensors, head, needs)
     with no_autocast(hidden):
         layer = weight.to(head.dtype)
         offset = None if bias is None else bias.to(head.dtype)
-        for begin, end in _spans(size, head.chunk):
+        for begin, end in spans(size, head.chunk):
             part = slice(begin, end)
             states = hidden[part].to(head.dtype)
-            logits = _logits(states, layer, offset, head.scale)
+            logits = head_logits(states, layer, offset, head.scale)
             losses[part], right[part], by_logits = _chunk(logits, labels[part], head, learn=slopes is not None)
             if slopes is not None:
-                # Row weights are applied to the small matrices, which saves one pass over the logits.
-                slope = slopes[part].unsqueeze(1)
-                if by_hidden is not None:
-                    by_hidden[part] = _product(by_logits, layer) * slope
-                if by_weight is not None:
-                    _add_product(by_weight, by_logits.T, (states * slope).to(head.dtype))
-                if by_bias is not None:
-                    _add_product(by_bias, by_logits.T, slope.to(head.dtype))
+                sums.add(part, by_logits, layer, states, slopes[part].unsqueeze(1))
             del logits, by_logits  # free them before the next chunk is allocated
-    if by_weight is not None:
-        by_weight = by_weight.to(_kept_as(weight, head))
-    return _Found(losses, right, _Gradients(by_hidden, by_weight, None if by_bias is None else by_bias.squeeze(1)))
+    return _Found(losses, right, sums.gradients())
+
+
+class GradientSums:
+    """Gradients of hidden states, weight and bias, each if required, from the gradients of the logits of each chunk."""
+
+    def __init__(self, tensors: tuple[Tensor, Tensor, Tensor | None], head: Head, needs: tuple[bool, ...]) -> None:
+        hidden, weight, _ = tensors
+        wide = torch.promote_types(head.dtype, torch.float32)
+        self.head = head
+        self.hidden = hidden.new_empty(hidden.shape, dtype=_kept_as(hidden, head)) if needs[0] else None
+        self.weight = hidden.new_zeros(weight.shape, dtype=wide) if needs[1] else None
+        self.bias = hidden.new_zeros((len(weight), 1), dtype=wide) if needs[2] else None
+        self._kept = _kept_as(weight, head)
+
+    def add(self, part: slice, by_logits: Tensor, layer: Tensor, states: Tensor, slope: Tensor) -> None:
+        """Add a chunk. Row weights (n, 1) are applied to the small matrices, which saves one pass over the logits."""
+        if self.hidden is not None:
+            self.hidden[part] = _product(by_logits, layer) * slope
+        if self.weight is not None:
+            _add_product(self.weight, by_logits.T, (states * slope).to(self.head.dtype))
+        if self.bias is not None:
+            _add_product(self.bias, by_logits.T, slope.to(self.head.dtype))
+
+    def gradients(self) -> Gradients:
+        """The sums, in the dtype in which they are kept."""
+        weight = None if self.weight is None else self.weight.to(self._kept)
+        return Gradients(self.hidden, weight, None if self.bias is None else self.bias.squeeze(1))
 
 
 def _chunk(logits: Tensor, labels: Tensor, head: Head, learn: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -227,7 +243,7 @@ class Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_order()
+        refuse_second_order()
         hidden, weight, bias, labels, valid = ctx.saved_tensors
         found, ctx.found = ctx.found, None
         if found is None:  # second backward (`retain_graph=True`): the first one scaled and consumed the gradients
@@ -249,7 +265,7 @@ class PerToken(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_order()
+        refuse_second_order()
         hidden, weight, bias, labels, valid = ctx.saved_tensors
         slopes = torch.where(valid, slopes, 0.0)
         # A scaled loss would overflow float16: divide by the largest slope and multiply by it at the end.
@@ -262,7 +278,7 @@ class PerToken(torch.autograd.Function):
 # -- arithmetic --------------------------------------------------------------------------------------------
 
 
-def _spans(size: int, chunk: int) -> list[tuple[int, int]]:
+def spans(size: int, chunk: int) -> list[tuple[int, int]]:
     """Chunks of about equal size, none longer than `chunk`: a short last one would underuse the device."""
     pieces = -(-size // chunk)
     return [(size * i // pieces, size * (i + 1) // pieces) for i in range(pieces)]
@@ -273,13 +289,15 @@ def argmax_rows(logits: Tensor) -> Tensor:
     return logits.max(-1).indices
 
 
-def _logits(states: Tensor, layer: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def head_logits(
+    states: Tensor, layer: Tensor, bias: Tensor | None, scale: float, out: Tensor | None = None
+) -> Tensor:
     """Scaled logits; the scale is free inside the matrix product."""
     if bias is None:
         bias, beta = states.new_zeros(1), 0.0
     else:
         beta = scale
-    return torch.addmm(bias, states, layer.T, beta=beta, alpha=scale)
+    return torch.addmm(bias, states, layer.T, beta=beta, alpha=scale, out=out)
 
 
 def _kept_as(tensor: Tensor, head: Head) -> torch.dtype:
@@ -323,7 +341,7 @@ def check_options(*, z_loss: float, label_smoothing: float) -> None:
         raise BadArgument(expected("label_smoothing from 0 to less than 1", label_smoothing, "0.1 is usual."))
 
 
-def _refuse_second_order() -> None:
+def refuse_second_order() -> None:
     # With `create_graph` the gradients would look like constants: a gradient penalty would silently do nothing.
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         do = "For gradients of gradients compute the logits and use token_cross_entropy."

@@ -68,8 +68,8 @@ def token_cross_entropy(
     TokenLoss(sum=tensor(4.0363), weight=tensor(2), correct=tensor(1))
     """
     check_options(z_loss=z_loss, label_smoothing=label_smoothing)
-    _check_labels(("logits", logits), labels, ignore_index, vocabulary=logits.shape[-1] if logits.ndim else 0)
-    shape, labels = labels.shape, _targets(labels, shift, ignore_index)
+    check_token_labels(("logits", logits), labels, ignore_index, vocabulary=logits.shape[-1] if logits.ndim else 0)
+    shape, labels = labels.shape, next_token_targets(labels, shift, ignore_index)
     flat = logits.reshape(-1, logits.shape[-1])
     with no_autocast(logits):
         scores = upcast(flat)
@@ -122,8 +122,8 @@ def linear_cross_entropy(
     head = Head.of(
         hidden, weight, chunk_tokens, softcap=softcap, scale=logit_scale, z_loss=z_loss, smoothing=label_smoothing
     )
-    _check_linear(hidden, weight, bias, labels, ignore_index)
-    targets = _targets(labels, shift, ignore_index)
+    check_linear(hidden, weight, bias, labels, ignore_index)
+    targets = next_token_targets(labels, shift, ignore_index)
     rows = Rows.of(hidden, targets, ignore_index)
     learn = torch.is_grad_enabled()
     total, correct, losses = Summed.apply(rows.hidden, weight, bias, rows.labels, rows.valid, head, learn)
@@ -165,15 +165,15 @@ def sequence_log_probs(
         if bias is not None or softcap is not None or logit_scale != 1.0 or chunk_tokens is not None:
             do = "Pass the output layer's weight too, and hidden states instead of logits."
             raise BadArgument(expected("logits alone", "arguments that belong to an output layer", do))
-        _check_labels(("states", states), labels, ignore_index, vocabulary=states.shape[-1] if states.ndim else 0)
-        targets = _targets(labels, shift, ignore_index)
+        check_token_labels(("states", states), labels, ignore_index, vocabulary=states.shape[-1] if states.ndim else 0)
+        targets = next_token_targets(labels, shift, ignore_index)
         with no_autocast(states):
             scores = upcast(states.reshape(-1, states.shape[-1]))
             losses = F.cross_entropy(scores, targets, ignore_index=ignore_index, reduction="none")
     else:
         head = Head.of(states, weight, chunk_tokens, softcap=softcap, scale=logit_scale)
-        _check_linear(states, weight, bias, labels, ignore_index)
-        targets = _targets(labels, shift, ignore_index)
+        check_linear(states, weight, bias, labels, ignore_index)
+        targets = next_token_targets(labels, shift, ignore_index)
         rows = Rows.of(states, targets, ignore_index)
         losses = rows.spread(PerToken.apply(rows.hidden, weight, bias, rows.labels, rows.valid, head))
     tokens = (targets != ignore_index).view(labels.shape).sum(-1)
@@ -186,24 +186,24 @@ def sequence_log_probs(
 # -- labels and checks -------------------------------------------------------------------------------------
 
 
-def _targets(labels: Tensor, shift: bool, ignore_index: int) -> Tensor:
+def next_token_targets(labels: Tensor, shift: bool, ignore_index: int) -> Tensor:
     """Flat labels, one per hidden state. Shifting labels instead of states saves a copy of the states."""
     if shift:
         labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
     return labels.reshape(-1).long()
 
 
-def _check_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int) -> None:
+def check_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int) -> None:
     if weight.ndim != 2 or hidden.ndim < 1 or weight.shape[1] != hidden.shape[-1]:
         shapes = f"weight {tuple(weight.shape)} and hidden {tuple(hidden.shape)}"
         do = "Pass the weight of the output layer (model.get_output_embeddings().weight)."
         raise BadArgument(expected("weight (V, D) and hidden (..., D)", shapes, do))
     if bias is not None and bias.shape != weight.shape[:1]:
         raise BadArgument(expected(f"bias ({len(weight)},), one value per row of the weight", tuple(bias.shape)))
-    _check_labels(("hidden", hidden), labels, ignore_index, vocabulary=len(weight))
+    check_token_labels(("hidden", hidden), labels, ignore_index, vocabulary=len(weight))
 
 
-def _check_labels(states: tuple[str, Tensor], labels: Tensor, ignore_index: int, vocabulary: int) -> None:
+def check_token_labels(states: tuple[str, Tensor], labels: Tensor, ignore_index: int, vocabulary: int) -> None:
     """One label per state, from the vocabulary. Values are checked on the CPU only: on a GPU it would cost a sync."""
     name, tensor = states
     if labels.ndim < 1 or tensor.shape[:-1] != labels.shape:

@@ -16,6 +16,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.tasks.forecasting": ["TimeSeriesForecasting"],
         "trainformer.tasks.language.causal_lm": ["CausalLM"],
         "trainformer.tasks.language.cpo": ["CPO"],
+        "trainformer.tasks.language.distillation": ["Distillation"],
         "trainformer.tasks.language.dpo": ["DPO"],
         "trainformer.tasks.language.embedding": ["TextEmbedding"],
         "trainformer.tasks.language.kto": ["KTO"],

@@ -38,7 +38,7 @@ from trainformer.tasks.adapter_mixin import AdapterMixin
 from trainformer.tasks.language.positions import fit_lengths
 from trainformer.tasks.language.pretrained import Pretrained, find_pretrained
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ON_ADAPTER = ("merge", "stack")
 _LARGEST_EXPONENT = 700.0  # exp() overflows beyond
 
@@ -65,8 +65,8 @@ class LanguageTask(AdapterMixin):
 
     def _init_task(self) -> None:
         """Validate shared arguments before anything is loaded. Call it from `__post_init__`."""
-        if self.dtype is not None and self.dtype not in _DTYPES:
-            raise BadArgument(expected(f"dtype to be one of {', '.join(_DTYPES)} or None", self.dtype))
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise BadArgument(expected(f"dtype to be one of {', '.join(DTYPES)} or None", self.dtype))
         check_count("max_length", self.max_length, least=2)
         check_rope_scaling(self.rope_scaling, self.rope_factor)
         self._check_adapter(self.kind, packing=bool(getattr(self, "packing", False)))
@@ -112,7 +112,7 @@ class LanguageTask(AdapterMixin):
         found, options = self.pretrained, self._load_options()
         for adapter in (self.adapter, found.adapters):
             options = {**(adapter.load_options(self.kind) if adapter is not None else {}), **options}
-        dtype = None if self.dtype is None else _DTYPES[self.dtype]
+        dtype = None if self.dtype is None else DTYPES[self.dtype]
         source, rope = found.source, {}
         if self.rope_scaling is not None:
             source, rope = scaled_source(source, self.rope_scaling, self.rope_factor, self.max_length)

@@ -26,7 +26,7 @@ from trainformer.tasks.language.router import RouterLossMixin
 
 # No attention mask: padding is on the right, where no token of a causal model attends, and has no labels. With a mask,
 # transformers synchronises in each step to see whether anything is masked, and does not use the fastest kernels.
-_INPUTS = ("input_ids", "position_ids")
+INPUTS = ("input_ids", "position_ids")
 _PACKING_TOLERANCE = 1e-3  # between packed and unpacked logits: other kernels, other summation order
 
 
@@ -100,17 +100,21 @@ class CausalLM(RouterLossMixin, GenerationMixin, TokenPredictionTask):
         """Loss, accuracy, and bits per byte of text, which is comparable across vocabularies."""
         loss = self._loss(batch)
         self._evaluate_router(batch)
-        labels = batch["labels"][..., 1:]
+        return {**self._metrics(loss), **self._bits_per_byte(batch["labels"], loss.sum)}
+
+    def _bits_per_byte(self, labels: Tensor, loss: Tensor) -> dict[str, Any]:
+        """From the summed loss of the supervised tokens."""
+        labels = labels[..., 1:]
         if self._token_bytes is None or self._token_bytes.device != labels.device:
             self._token_bytes = torch.from_numpy(token_bytes(self.text_tokenizer)).to(labels.device)
         size = torch.where(labels == IGNORE_INDEX, 0, self._token_bytes[labels.clamp(min=0)]).sum()
-        return {**self._metrics(loss), "bits_per_byte": (loss.sum / math.log(2), size)}
+        return {"bits_per_byte": (loss / math.log(2), size)}
 
     def _training_options(self) -> dict[str, Any]:
         return {**super()._training_options(), "z_loss": self.z_loss}
 
     def _loss(self, batch: Mapping[str, Tensor], **options: Any) -> TokenLoss:
-        inputs = {name: batch[name] for name in _INPUTS if name in batch}
+        inputs = {name: batch[name] for name in INPUTS if name in batch}
         return self._causal_loss(self._states, inputs, batch["labels"], **options)
 
     # -- checks --------------------------------------------------------------------------------------------
