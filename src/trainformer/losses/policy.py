@@ -109,6 +109,7 @@ def policy_loss(
     epsilon_high: float | None = None,
     delta: float | None = None,
     beta: float = 0.0,
+    unbiased_kl: bool = True,
     reference_log_probs: Tensor | None = None,
     correction: Tensor | None = None,
     token_mask: Tensor | None = None,
@@ -120,7 +121,8 @@ def policy_loss(
     `mask` (B, T) marks tokens of the policy. The ratio of new to old probabilities is clipped to 1 - `epsilon` and
     1 + `epsilon_high` (default: `epsilon`), and from above to `delta` where that would not. With ``level="sequence"``
     the ratio is the geometric mean over the tokens of a sequence (GSPO). `beta` weights the KL divergence from
-    `reference_log_probs`. `correction` multiplies the loss of each token (or of each sequence), for samples of another
+    `reference_log_probs`; with `unbiased_kl` its terms are multiplied by the ratio, which makes its gradient that of the
+    KL divergence (DeepSeek-V3.2). `correction` multiplies the loss of each token (or of each sequence), for samples of another
     distribution than that of `old_log_probs`. Only tokens in `token_mask` get a policy gradient; rows outside of
     `row_mask` count for nothing.
 
@@ -158,7 +160,7 @@ def policy_loss(
     if beta and variant != "rloo":  # in RLOO it is a part of the reward
         assert reference_log_probs is not None
         difference = (reference_log_probs - log_probs) * mask
-        kl = difference.exp() - difference - 1
+        kl = (difference.exp() - difference - 1) * (ratio if unbiased_kl else 1)
         losses = losses + beta * kl
         metrics["kl"] = ((kl * mask).sum().detach(), tokens)
     metrics |= _ratio_metrics(ratio.detach(), mask, None if variant in _UNCLIPPED else (low, high))

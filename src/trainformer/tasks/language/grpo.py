@@ -35,7 +35,8 @@ class GRPO(RolloutTask):
     length, rewards not scaled), `"rloo"` (leave-one-out baseline, ratios of sequences), `"bnpo"`, `"cispo"`, `"sapo"`
     or `"luspo"`. ``importance_level="sequence"`` is GSPO. `num_iterations` and `mini_batches` make several updates with
     the completions of a step, with ratios clipped to 1 - `epsilon` and 1 + `epsilon_high`. `beta` weights the KL
-    divergence from `reference`, which is the model before training (with an adapter: the model without it).
+    divergence from `reference`, which is the model before training (with an adapter: the model without it);
+    `unbiased_kl` multiplies its terms by the ratios, so that its gradient is right.
 
     >>> GRPO("gpt2", rewards=lambda completions: [len(text) for text in completions]).loss
     'dapo'
@@ -45,6 +46,7 @@ class GRPO(RolloutTask):
     loss: str = "dapo"
     importance_level: str = "token"
     beta: float = 0.0
+    unbiased_kl: bool = True
     epsilon: float = 0.2
     epsilon_high: float | None = None
     delta: float | None = None
@@ -193,6 +195,7 @@ class GRPO(RolloutTask):
             epsilon_high=self.epsilon_high,
             delta=self.delta,
             beta=self.beta,
+            unbiased_kl=self.unbiased_kl,
             reference_log_probs=reference,
             correction=self._correction(old, rows),
             token_mask=self._entropy_mask(scores.entropy, mask),

@@ -66,6 +66,11 @@ class OnlineDPO(RolloutTask):
             raise BadArgument(expected("judge to be a function of (prompts, completions)", type(self.judge).__name__))
         return Rewards(None)
 
+    @property
+    def policy_temperature(self) -> float:
+        """The loss is that of DPO, at whatever temperature answers were sampled."""
+        return 1.0
+
     # -- steps ---------------------------------------------------------------------------------------------
 
     def _losses(self, batch: Mapping[str, Any]) -> Iterator[Loss]:

@@ -135,7 +135,9 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
         checked_generator(self.generator)
         self._synced: str | None = None
         self._limit: int | None = None
+        self._metrics: dict[str, tuple[Any, Any]] = {}
         self._samples: list[dict[str, Any]] = []
+        self._shown: list[dict[str, Any]] = []
         self._eval_samples: list[dict[str, Any]] = []
         self._policy_states, self._reference_states = OutputStates(self.chunk_tokens), OutputStates(self.chunk_tokens)
         self._init_reference()
@@ -291,8 +293,13 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
         padded = [row + [float("nan")] * (width - len(row)) for row in sampled]
         return rows._replace(sampled=torch.tensor(padded, device=device)[:, 1:])
 
+    @property
+    def policy_temperature(self) -> float:
+        """What the logits are divided by in the loss: the temperature of sampling, so that ratios start at 1."""
+        return self.temperature
+
     def policy_scores(self, rows: TokenRows) -> TokenScores:
-        """Log probabilities of the sampled tokens under the trained model, at the temperature of sampling."""
+        """Log probabilities of the sampled tokens under the trained model."""
         return self._forward_scores(self.model, self._policy_states, rows)
 
     @torch.no_grad()
@@ -309,7 +316,7 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
         def scores(input_ids: Tensor, targets: Tensor) -> TokenScores:
             # No attention mask: padding is on the right, where no token of a causal model attends.
             hidden, head = states(model, {"input_ids": input_ids})
-            options: dict[str, Any] = {"temperature": self.temperature, "chunk_tokens": states.chunk_tokens}
+            options: dict[str, Any] = {"temperature": self.policy_temperature, "chunk_tokens": states.chunk_tokens}
             return token_scores(hidden[:, :-1], targets, head, **options)
 
         size = self.forward_batch_size
@@ -339,21 +346,26 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
 
     def train_step(self, batch: Mapping[str, Any]) -> Loss:
         """Sample completions, score them, and return the loss."""
-        return next(iter(self._losses(batch)))
+        loss = next(iter(self._losses(batch)))
+        return Loss(loss.sum, loss.weight, metrics=self._take_metrics())
 
     def _yielding_step(self, batch: Mapping[str, Any]) -> Iterator[tuple[str, Loss]]:
         for loss in self._losses(batch):
+            for name, pair in self._take_metrics().items():
+                if not is_padding():  # of a rank without samples
+                    self.log(name, pair)
             yield "policy", loss
 
     def _one_optimizer(self) -> dict[str, OptimizerConfig]:
         return {"policy": OptimizerConfig(params=self.model, updates_per_step=self.updates_per_step)}
 
     def _log(self, metrics: Mapping[str, tuple[Any, Any]]) -> None:
-        """Log (sum, weight) pairs; padding of a rank without samples counts for nothing."""
-        if not is_padding():
-            for name, (total, weight) in metrics.items():
-                if float(weight) > 0:
-                    self.log(name, (total, weight))
+        """Log (sum, weight) pairs with the next loss."""
+        self._metrics |= {name: pair for name, pair in metrics.items() if float(pair[1]) > 0}
+
+    def _take_metrics(self) -> dict[str, tuple[Any, Any]]:
+        found, self._metrics = self._metrics, {}
+        return found
 
     def _rollout_metrics(self, rollouts: Sequence[Rollout], scored: Scored) -> dict[str, tuple[Any, Any]]:
         """Rewards and lengths as (sum, weight)."""
@@ -390,8 +402,7 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
 
     def training_records(self) -> dict[str, dict[str, Any]]:
         """Some completions of the latest step, with their rewards."""
-        shown = getattr(self, "_shown", None)
-        return {"text": {"key": "train/rollouts", "samples": shown}} if shown else {}
+        return {"text": {"key": "train/rollouts", "samples": self._shown}} if self._shown else {}
 
     # -- evaluation ----------------------------------------------------------------------------------------
 
