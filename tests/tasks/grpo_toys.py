@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +109,9 @@ class DeadlyUpdate:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def victim(kind: str, run_dir: str) -> None:
+def victim(kind: str, run_dir: str, folder: str = ".") -> None:
     """Train with LoRA and several updates per step; die in a reward function (`generation`) or between updates."""
+    os.chdir(folder)
     reward = Deadly(4 if kind == "generation" else -1)
     trained = model(torch.float32)
     task = make_task("several", trained, adapter=LoRA(r=2), rewards=reward, temperature=1.1)
@@ -121,6 +121,3 @@ def victim(kind: str, run_dir: str) -> None:
     state = {name: value for name, value in trainer.task.model.state_dict().items() if "lora" in name}
     torch.save(state, f"{run_dir}.pt")
 
-
-if __name__ == "__main__":
-    victim(*sys.argv[1:])

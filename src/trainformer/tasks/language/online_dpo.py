@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -70,6 +70,11 @@ class OnlineDPO(RolloutTask):
     def policy_temperature(self) -> float:
         """The loss is that of DPO, at whatever temperature answers were sampled."""
         return 1.0
+
+    def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
+        """With a judge, evaluations have no reward to monitor; only how many completions were cut off."""
+        defaults = super().training_defaults(settings, chosen)
+        return defaults if self.judge is None else {**defaults, "monitor_metric": "val/truncated", "monitor_mode": "min"}
 
     # -- steps ---------------------------------------------------------------------------------------------
 

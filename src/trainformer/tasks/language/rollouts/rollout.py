@@ -81,12 +81,37 @@ class RolloutMaker:
         generator: Generator,
         options: SamplingOptions,
     ) -> None:
+        """One turn of the model in each of the active rollouts."""
+        for i in active:
+            rollouts[i].turns += 1
+        begins = {i: len(rollouts[i].tokens) for i in active}
+        open_ = active
+        while open_:
+            self._write(rollouts, open_, seeds, generator, options)
+            open_ = [i for i in open_ if rollouts[i].is_truncated and self._room(rollouts[i], options.max_new_tokens)]
+        for i in active:
+            rollout = rollouts[i]
+            if isinstance(rollout.completion, list):
+                rollout.completion.append(self._message(rollout, rollout.tokens[begins[i] :]))
+
+    def _write(
+        self,
+        rollouts: list[Rollout],
+        active: list[int],
+        seeds: Sequence[int],
+        generator: Generator,
+        options: SamplingOptions,
+    ) -> None:
         chosen = [rollouts[i] for i in active]
+        contexts = [[*rollout.prompt.ids, *rollout.tokens] for rollout in chosen]
         rooms = [self._room(rollout, options.max_new_tokens) for rollout in chosen]
+        most = max(rooms)
+        if self.max_tokens is not None:  # all are continued as far as the longest can be; the others later go on
+            most = min(most, self.max_tokens - max(map(len, contexts)))
         found = generator.generate(
-            [[*rollout.prompt.ids, *rollout.tokens] for rollout in chosen],
+            contexts,
             [seeds[i] for i in active],
-            replace(options, max_new_tokens=max(rooms)),
+            replace(options, max_new_tokens=most),
             stop_ids=self.stop_ids,
             drawn=[rollout.length for rollout in chosen],
         )
@@ -97,10 +122,9 @@ class RolloutMaker:
                 rollout.log_probs = before + list(found.log_probs[place][: len(tokens)])
             rollout.tokens += tokens
             rollout.mask += [True] * len(tokens)
-            rollout.turns += 1
             rollout.is_truncated = not tokens or tokens[-1] not in self.stop_ids
-            if isinstance(rollout.completion, list):
-                rollout.completion.append(self._message(rollout, tokens))
+            if not tokens:
+                raise DataError(expected("the generator to return at least one token of each completion", "none"))
 
     def _room(self, rollout: Rollout, most: int) -> int:
         room = most - len(rollout.tokens)

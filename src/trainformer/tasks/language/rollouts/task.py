@@ -171,13 +171,15 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
             raise BadArgument(expected(what, f"{self.max_prompt_length} and {self.max_completion_length}"))
 
     def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
-        """A small learning rate. Also refuses strategies with which the model cannot generate."""
+        """A small learning rate, and the reward to monitor. Also refuses strategies with which the model cannot generate."""
         strategy = settings.strategy
         name = strategy.get("name") if isinstance(strategy, Mapping) else getattr(strategy, "name", strategy)
         if name in _REFUSED:
             what = f"strategy 'ddp' or 'fsdp' with {type(self).__name__}, whose model generates in every step"
             raise BadArgument(expected(what, name))
-        return {**super().training_defaults(settings, chosen), "lr": 1e-6 if self.adapter is None else 1e-5}
+        monitored = {"monitor_metric": "val/reward", "monitor_mode": "max"} if self.reward_names else {}
+        learning = {"lr": 1e-6 if self.adapter is None else 1e-5}
+        return {**super().training_defaults(settings, chosen), **learning, **monitored}
 
     @cached_property
     def _encoder(self) -> PromptEncoder:
