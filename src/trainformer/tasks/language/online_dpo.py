@@ -74,7 +74,9 @@ class OnlineDPO(RolloutTask):
     def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
         """With a judge, evaluations have no reward to monitor; only how many completions were cut off."""
         defaults = super().training_defaults(settings, chosen)
-        return defaults if self.judge is None else {**defaults, "monitor_metric": "val/truncated", "monitor_mode": "min"}
+        if self.judge is not None and "monitor_metric" in defaults:
+            defaults |= {"monitor_metric": "val/truncated", "monitor_mode": "min"}
+        return defaults
 
     # -- steps ---------------------------------------------------------------------------------------------
 

@@ -177,9 +177,10 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
         if name in _REFUSED:
             what = f"strategy 'ddp' or 'fsdp' with {type(self).__name__}, whose model generates in every step"
             raise BadArgument(expected(what, name))
-        monitored = {"monitor_metric": "val/reward", "monitor_mode": "max"} if self.reward_names else {}
-        learning = {"lr": 1e-6 if self.adapter is None else 1e-5}
-        return {**super().training_defaults(settings, chosen), **learning, **monitored}
+        defaults = {**super().training_defaults(settings, chosen), "lr": 1e-6 if self.adapter is None else 1e-5}
+        if {"monitor_metric", "monitor_mode"} & set(chosen):
+            return defaults
+        return {**defaults, "monitor_metric": "val/reward", "monitor_mode": "max"}
 
     @cached_property
     def _encoder(self) -> PromptEncoder:
