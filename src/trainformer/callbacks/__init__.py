@@ -13,6 +13,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.callbacks.monitors": ["CollapseMonitor", "GradientMonitor", "LRMonitor", "Throughput"],
         "trainformer.callbacks.online_probes": ["OnlineKNN", "OnlineLinear"],
         "trainformer.callbacks.progress": ["ProgressBar"],
-        "trainformer.callbacks.samples": ["ImageSamples", "TextSamples"],
+        "trainformer.callbacks.samples": ["ImageSamples", "RolloutSamples", "TextSamples"],
     },
 )

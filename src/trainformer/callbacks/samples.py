@@ -154,3 +154,51 @@ def _caption(rows: dict[str, Any], index: int, names: Sequence[str] | None) -> s
         sure = f" ({float(rows['probability'][index]):.2f})" if "probability" in rows else ""
         parts.append(f"predicted {name(int(rows['prediction'][index]))}{sure}")
     return ", ".join(parts)
+
+
+@dataclass
+class RolloutSamples:
+    """Pass completions of the latest step, with their rewards, to the loggers and the terminal at every log point.
+
+    Needs a task that samples completions (`GRPO`, `OnlineDPO`), which keeps `log_samples` of them. Without this
+    callback they are only written to the run folder (``records.jsonl``).
+    """
+
+    n: int = 2
+    every: int = 1  # log points
+    name: str = "train/rollouts"
+    _logged: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("n", "every"):
+            if getattr(self, name) < 1:
+                raise BadArgument(expected(f"RolloutSamples's {name} to be at least 1", getattr(self, name)))
+
+    def attach(self, trainer: TrainerLike) -> None:
+        """Check that the task samples completions."""
+        kept = getattr(trainer.task, "log_samples", None)
+        if kept is None:
+            received = type(trainer.task).__name__
+            raise BadArgument(
+                expected("a task that samples completions for RolloutSamples", received, "Remove the callback.")
+            )
+        if kept < self.n:
+            raise BadArgument(expected(f"a task that keeps {self.n} rollouts", kept, f"Pass log_samples={self.n}."))
+
+    def on_log(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
+        if "train/loss" not in metrics:
+            return
+        self._logged += 1
+        if self._logged % self.every:
+            return
+        samples = trainer.task.training_records().get("text", {}).get("samples", [])[: self.n]
+        for number, sample in enumerate(samples, start=1):
+            reward = "none" if sample["reward"] is None else f"{sample['reward']:.4g}"
+            text = f"{sample['prompt']}⟶{sample['text']}\nreward {reward}, {sample['tokens']} tokens"
+            trainer.logger.log_text(f"{self.name}/{number}", text, trainer.state.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"logged": self._logged}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._logged = state["logged"]

@@ -75,6 +75,8 @@ class OptimizerConfig:
         every: Update it in every n-th step only.
         repeat: Updates per step, all on the batch of that step.
         step: The function of a batch that returns its loss, by default the task's method ``<name>_step``.
+        updates_per_step: How often a `train_step` that yields losses updates it in a step that it is due in. The length
+            of its schedule follows from that.
 
     >>> OptimizerConfig(params=[], lr=1e-4, every=5).every
     5
@@ -89,6 +91,7 @@ class OptimizerConfig:
     every: int = 1
     repeat: int = 1
     step: Callable[[Any], Any] | None = None
+    updates_per_step: int = 1
 
 
 class Origin(NamedTuple):

@@ -183,6 +183,10 @@ class TaskBase:
         """Return records of the latest evaluation to write to the run folder, by kind, e.g. a confusion matrix."""
         return {}
 
+    def training_records(self) -> dict[str, dict[str, Any]]:
+        """Return records of the latest step to write to the run folder at each log point, by kind: sampled texts."""
+        return {}
+
     def log(self, name: str, value: Any, weight: Any = None, **unknown: Any) -> None:
         """Log a value from inside `train_step` or `eval_step`: ``self.log("accuracy", correct.mean())``.
 

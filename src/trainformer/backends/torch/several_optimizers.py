@@ -56,7 +56,7 @@ class NamedOptimizer(ActiveOptimizer):
 
     def schedule_for(self, total_steps: int | None) -> None:
         """Build the schedule for the updates of this optimizer in this many steps."""
-        per_due_step = self.config.repeat
+        per_due_step = self.config.repeat * self.config.updates_per_step
         super().schedule_for(None if total_steps is None else total_steps // self.config.every * per_due_step)
 
 
@@ -137,6 +137,9 @@ class SeveralOptimizers(TorchBackend):
                     what = f"no `step` and no `repeat` for {name!r} with a train_step that yields losses"
                     raise BadArgument(expected(what, optimizer.config, "Yield its loss as often as it should step."))
                 continue
+            if optimizer.config.updates_per_step != 1:
+                what = f"updates_per_step=1 for {name!r}, whose losses train_step does not yield"
+                raise BadArgument(expected(what, optimizer.config.updates_per_step, "Pass repeat instead."))
             function = given or method
             if not callable(function):
                 do = f"Define {name}_step(self, batch), or make train_step yield ({name!r}, loss)."
@@ -296,7 +299,7 @@ def checked_configs(task: Any) -> dict[str, OptimizerConfig]:
         if not isinstance(config, OptimizerConfig):
             what = f"{who} to return an OptimizerConfig or a torch optimizer for {name!r}"
             raise BadArgument(expected(what, type(config).__name__))
-        for field in ("every", "repeat"):
+        for field in ("every", "repeat", "updates_per_step"):
             value = getattr(config, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise BadArgument(expected(f"{field} of the optimizer {name!r} to be an integer of at least 1", value))

@@ -102,9 +102,14 @@ class TorchRun(Run):
             "on_epoch_begin": (Event.EPOCH_BEGIN, lambda epoch: task.on_epoch_begin(epoch)),
             "on_epoch_end": (Event.EPOCH_END, lambda epoch, metrics: task.on_epoch_end(epoch, metrics)),
             "on_step_end": (Event.STEP_END, lambda step, loss: task.on_step_end(step, self.total_steps() or 0)),
+            "training_records": (Event.LOG, lambda metrics: self._record_training()),
             "on_validation_end": (Event.EVAL_END, lambda metrics: task.on_validation_end(metrics)),
         }
         return {event: handler for name, (event, handler) in handlers.items() if provides(task, name)}
+
+    def _record_training(self) -> None:
+        for kind, content in self.task.training_records().items():
+            self.records.add(kind, content)
 
     def device_info(self) -> dict[str, Any]:
         return {"device": str(self.backend.device), "precision": self.backend.precision.name}
