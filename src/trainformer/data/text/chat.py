@@ -56,8 +56,9 @@ class ChatRenderer:
     A token belongs to the turn it ends in.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, expects_stop: bool = True) -> None:
         self.tokenizer = tokenizer
+        self.expects_stop = expects_stop  # whether a template without an end-of-turn token is a warning
         # Some vocabularies have whitespace as added tokens, which do not end a turn.
         added = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
         eos = {tokenizer.eos_token} if tokenizer.eos_token else set()
@@ -258,10 +259,11 @@ class ChatRenderer:
             self._next_stops[calls] = self._find_next_stop(chat, last if calls else {"role": last["role"]})
         stop = self._next_stops[calls]
         if stop is None:
-            self._warn(
-                "the chat template writes no end-of-turn token after the assistant's last turn: the model does not "
-                "learn to stop. Add one to tokenizer.chat_template, such as {{ eos_token }}"
-            )
+            if self.expects_stop:
+                self._warn(
+                    "the chat template writes no end-of-turn token after the assistant's last turn: the model does not "
+                    "learn to stop. Add one to tokenizer.chat_template, such as {{ eos_token }}"
+                )
             return None
         return self.tokenizer.convert_tokens_to_ids(stop)
 

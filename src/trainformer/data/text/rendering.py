@@ -211,11 +211,16 @@ def _with_json_arguments(message: Message) -> dict[str, Any]:
 
 def _replaced(message: Message, placeholder: str) -> dict[str, Any]:
     """A message with another answer, thought and arguments, of the same kind."""
-    thoughts = {
-        key: placeholder for key in ("content", *THOUGHTS) if isinstance(message.get(key), str) and message[key]
-    }
+    parts = message.get("content")
+    texts: dict[str, Any] = {key: placeholder for key in ("content", *THOUGHTS) if isinstance(message.get(key), str)}
+    texts = {key: text for key, text in texts.items() if message[key]}
+    if isinstance(parts, list):  # of a multimodal model
+        is_text = [isinstance(part, Mapping) and part.get("type") == "text" for part in parts]
+        texts["content"] = [
+            {**part, "text": placeholder} if flag else part for part, flag in zip(parts, is_text, strict=True)
+        ]
     replaced = _with_arguments(
-        {**message, **thoughts},
+        {**message, **texts},
         lambda value: dict.fromkeys(value or [placeholder], placeholder) if isinstance(value, Mapping) else placeholder,
     )
     return {**replaced, "content": placeholder} if replaced == message else replaced
