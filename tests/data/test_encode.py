@@ -234,6 +234,20 @@ def test_what_to_train_on(template: str) -> None:
     assert whole(tokenizer, encode(tokenizer, pair)) == whole(tokenizer, everything)
 
 
+@pytest.mark.parametrize("template", [CHATML, unmarked(CHATML)], ids=["marked", "unmarked"])
+def test_messages_of_weight_0_are_not_trained_on(template: str) -> None:
+    """As in OpenAI's format for fine-tuning."""
+    tokenizer = make_tokenizer(template)
+    record = chat("who?", "the cat", "sure?", "no", "where?", "on the mat")
+    for weights, wanted in {(0, 1, None): "no<|im_end|>on the mat<|im_end|>", (1, 0, 0): "the cat<|im_end|>"}.items():
+        for message, weight in zip(record["messages"][1::2], weights, strict=True):
+            message["weight"] = weight
+        assert trained(tokenizer, encode(tokenizer, record)) == wanted
+    record["messages"][1]["weight"] = 0.5
+    with pytest.raises(DataError, match="the weight of a message to be 0"):
+        encode(tokenizer, record)
+
+
 def test_tools_options_and_empty_columns_reach_the_template() -> None:
     template = (
         "{% for tool in tools or [] %}tool {{ tool['name'] }}{% endfor %}{{ style }}{% for m in messages %}"

@@ -367,3 +367,19 @@ def test_a_bad_sample_of_a_shard_is_an_error_or_skipped(tmp_path: Path, caplog: 
         list(ImageTextDataset(urls))
     assert len(list(ImageTextStream(urls, skip_bad=True))) == 11
     assert "00004" in caplog.text
+
+
+def test_a_record_with_an_image_passes_its_system_prompt_and_tools_on() -> None:
+    from trainformer.tasks.multimodal.image_text_records import read_record
+
+    passed = {"tools": [{"name": "eye"}], "chat_template_kwargs": {"enable_thinking": False}}
+    system = {"role": "system", "content": "be brief"}
+    for record in (
+        {"image": "a.png", "question": "Who?", "answer": "Me."},
+        {"image": "a.png", "messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]},
+        {"question": "Who?", "answer": "Me."},
+    ):
+        content = read_record({**record, "system": "be brief", **passed}, str)
+        assert {name: content.parts[name] for name in passed} == passed
+        roles = [(turn["role"], turn["content"]) for turn in content.parts["messages"]]
+        assert roles == [("system", system["content"]), ("user", "Who?"), ("assistant", "Me.")]

@@ -29,7 +29,6 @@ from trainformer.data.text.rendering import (
 logger = logging.getLogger("trainformer")
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_CLOSING_TAG = re.compile(r"</[^>]*>")  # </think>, </tool_call>: not the end of a turn
 _SPACE = re.compile(r"\s*")
 _CALLS = "Set tokenizer.chat_template to one with tool calls, or write them into the content of the message."
 _WHY_UNKNOWN = (
@@ -46,9 +45,10 @@ class ChatRenderer:
     """Applies a tokenizer's chat template and finds the assistant's turns, each with its end-of-turn token.
 
     With `{% generation %}` markers the template decides. Without markers, a turn starts where the generation prompt
-    ends and includes the end-of-turn token (or all the template writes for it, if there is none): the conversation is
-    rendered up to the turn and with it. Some templates render a turn differently once others follow, for instance
-    without its reasoning: then placeholders for the answer show its position.
+    ends and includes the end-of-turn token (or all the template writes for it, if there is none). The position of plain
+    contents is found with placeholders for all of them. For any other turn, the conversation is rendered up to the turn
+    and with it; some templates render a turn differently once others follow, for instance without its reasoning: then
+    placeholders for this answer show its position.
 
     A model that was never trained on an end-of-turn token never stops. Where the template writes it after the markers,
     or as the start of the next turn (GLM's `<|user|>`), it belongs to the turn, and it is added after the last one.
@@ -56,16 +56,20 @@ class ChatRenderer:
     A token belongs to the turn it ends in.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, expects_stop: bool = True) -> None:
         self.tokenizer = tokenizer
+        self.expects_stop = expects_stop  # whether a template without an end-of-turn token is a warning
         # Some vocabularies have whitespace as added tokens, which do not end a turn.
         added = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
         eos = {tokenizer.eos_token} if tokenizer.eos_token else set()
         self._ends = tuple(token for token in sorted(added | eos) if token.strip())
-        self._stops = tuple(token for token in self._ends if token in eos or not _CLOSING_TAG.fullmatch(token))
+        tags = {tag for tag in added if tag.startswith("</")}  # </think>, </tool_call>: they do not end a turn
+        tags |= {tag.replace("</", "<") for tag in tags}
+        self._stops = tuple(token for token in self._ends if token in eos or token not in tags)
         self._end_pattern, self._stop_pattern = _any_of(self._ends), _any_of(self._stops)
         self._templates: dict[str, bool] = {}  # whether they have markers
         self._next_stops: dict[bool, str | None] = {}
+        self._frames: dict[str, tuple[str | None, str | None]] = {}
         self._warned: set[str] = set()
 
     def encode(
@@ -97,27 +101,67 @@ class ChatRenderer:
             mask[begin:end] = True
         stop = self._missing_stop(chat, text[spans[-1][0] :] if spans else text)
         if stop is not None:
-            ids, mask = np.append(ids, np.int32(stop)), np.append(mask, bool(spans))
+            is_trained = since is None or len(chat.messages) - 1 in chat.trained_turns(since)
+            ids, mask = np.append(ids, np.int32(stop)), np.append(mask, is_trained)
         return ids, mask
 
     # -- turns ---------------------------------------------------------------------------------------------
 
     def _by_markers(self, chat: Conversation, text: str, spans: list[Span], since: int) -> list[Span]:
-        turns = chat.assistant_turns(since)
-        if turns != chat.assistant_turns(0):
-            start = self._find_turn(chat, text, turns[0])[0] if turns else len(text)
-            spans = [(max(begin, start), end) for begin, end in spans if end > start]
-        return [(begin, self._with_stop(chat, text, begin, end)) for begin, end in spans]
+        spans = [(begin, self._with_stop(chat, text, begin, end)) for begin, end in spans]
+        turns = chat.assistant_turns(0)
+        if turns == chat.trained_turns(since):
+            return spans
+        # Which marked spans belong to which turn is not known: a turn ends where the next one begins.
+        starts = [self._find_turn(chat, text, turn)[0] for turn in turns]
+        kept = [(start, end) for turn, start, end in zip(turns, starts, [*starts[1:], len(text)], strict=True)
+                if turn in chat.trained_turns(since)]  # fmt: skip
+        both = [(max(begin, start), min(end, last)) for begin, end in spans for start, last in kept]
+        return [(begin, end) for begin, end in both if begin < end]
 
     def _by_rendering(self, chat: Conversation, text: str, since: int) -> list[Span]:
         spans = []
-        for turn in chat.assistant_turns(since):
-            begin, answered, end = self._find_turn(chat, text, turn)
+        contents = chat.contents(text)
+        for turn in chat.trained_turns(since):
+            begin, answered, end = self._around(chat, text, contents, turn) or self._find_turn(chat, text, turn)
             end = self._with_stop(chat, text, answered, end)
             # Without the line break that many templates write after the end-of-turn token.
             trimmed = text[begin:end].rstrip()
             spans.append((begin, begin + len(trimmed) if trimmed.endswith(self._ends) else end))
         return spans
+
+    def _around(
+        self, chat: Conversation, text: str, contents: Sequence[Span | None], turn: int
+    ) -> tuple[int, int, int] | None:
+        """The characters of a turn whose content is known, after a user's whose content is known; see `_find_turn`."""
+        before, here = contents[turn - 1] if turn else None, contents[turn]
+        if before is None or here is None or chat.messages[turn - 1]["role"] != "user":
+            return None
+        opening, closing = self._frame(chat)
+        if opening is None or closing is None:
+            return None
+        size = self._shared(text[before[1] : here[0]], opening)
+        cut = opening[:size]
+        if size < len(opening) and not cut.endswith(("\n", *self._ends)):
+            return None
+        is_last = turn == len(chat.messages) - 1
+        rest = text[here[1] : here[1] + len(closing) + 64]
+        end = len(text) if is_last else here[1] + self._shared(rest, closing)
+        return before[1] + size, here[1], end
+
+    def _frame(self, chat: Conversation) -> tuple[str | None, str | None]:
+        """What the template writes between a question and its answer, and after an answer at the end."""
+        key = repr(sorted((name, value) for name, value in chat.options.items() if name != "tools"))
+        if key not in self._frames:
+            question, answer = PLACEHOLDERS
+            asked = [{"role": "user", "content": question}]
+            opened = chat.try_messages(asked, prompt=True)
+            ended = chat.try_messages([*asked, {"role": "assistant", "content": answer}])
+            self._frames[key] = (
+                None if opened is None else opened.partition(question)[2],
+                None if ended is None else ended.partition(answer)[2],
+            )
+        return self._frames[key]
 
     def _find_turn(self, chat: Conversation, text: str, turn: int) -> tuple[int, int, int]:
         """The characters of a turn: after its header, after its answer if that is known, after all that is written."""
@@ -215,10 +259,11 @@ class ChatRenderer:
             self._next_stops[calls] = self._find_next_stop(chat, last if calls else {"role": last["role"]})
         stop = self._next_stops[calls]
         if stop is None:
-            self._warn(
-                "the chat template writes no end-of-turn token after the assistant's last turn: the model does not "
-                "learn to stop. Add one to tokenizer.chat_template, such as {{ eos_token }}"
-            )
+            if self.expects_stop:
+                self._warn(
+                    "the chat template writes no end-of-turn token after the assistant's last turn: the model does not "
+                    "learn to stop. Add one to tokenizer.chat_template, such as {{ eos_token }}"
+                )
             return None
         return self.tokenizer.convert_tokens_to_ids(stop)
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -126,6 +126,8 @@ class Encoder:
     dropped. Sequences without a trained token are dropped; the report counts them with a reason.
     """
 
+    expects_stop: ClassVar[bool] = True  # of chat templates: an end-of-turn token, or there is a warning
+
     def __init__(
         self,
         tokenizer: Any,
@@ -146,7 +148,7 @@ class Encoder:
         self.truncation = truncation
         self.add_eos = add_eos
         self.prompt_template = prompt_template
-        self._renderer = None if tokenizer is None else ChatRenderer(tokenizer)
+        self._renderer = None if tokenizer is None else ChatRenderer(tokenizer, self.expects_stop)
         # Cached: each takes 6 us.
         self._vocabulary = None if tokenizer is None else len(tokenizer)
         self._bos = None if tokenizer is None else tokenizer.bos_token_id

@@ -64,12 +64,12 @@ def with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, A
     >>> with_system([{"role": "user", "content": "Hi"}], "Be short.")[0]
     {'role': 'system', 'content': 'Be short.'}
     """
-    given = [message["content"] for message in messages if message["role"] in ("system", "developer")]
-    if not given:
+    first = messages[0] if messages else {"role": "none"}
+    if first["role"] not in ("system", "developer"):
         return [{"role": "system", "content": require_text(system, "system")}, *messages]
-    if given[0] != require_text(system, "system"):
+    if first["content"] != require_text(system, "system"):
         what = "one system prompt, in the field 'system' or in the messages"
-        raise DataError(expected_value(what, {"system": system, "messages": given[0]}, "Remove one of them."))
+        raise DataError(expected_value(what, {"system": system, "messages": first["content"]}, "Remove one of them."))
     return messages
 
 

@@ -39,6 +39,10 @@ class Conversation:
         """Indices of the assistant's messages from `since` on."""
         return [i for i in range(since, len(self.messages)) if self.messages[i]["role"] in ASSISTANT_ROLES]
 
+    def trained_turns(self, since: int) -> list[int]:
+        """Those of them that are trained on: a message with the weight 0 is not, as in OpenAI's format."""
+        return [turn for turn in self.assistant_turns(since) if _weight(self.messages[turn])]
+
     def render(self) -> str:
         """The whole conversation as text."""
         return self._tolerant(lambda: self._render(self.messages))
@@ -66,6 +70,36 @@ class Conversation:
             first = min(first, common_prefix(text, other))
             after = min(after, common_prefix(text[::-1], other[::-1]))
         return first, max(first, len(text) - after)
+
+    def contents(self, text: str) -> list[Span | None]:
+        """Where the content of each message is in the text, found with one rendering; None where it is not known.
+
+        All plain contents are replaced at once. The text must consist of what is between the placeholders and of the
+        contents themselves, perhaps trimmed.
+        """
+        found: list[Span | None] = [None] * len(self.messages)
+        plain = [place for place, message in enumerate(self.messages) if _is_plain(message)]
+        names = {place: f"zq{place}StandIn{place}qz" for place in plain}
+        rest = self.try_messages([{**m, "content": names[i]} if i in names else m for i, m in enumerate(self.messages)])
+        if rest is None:
+            return found
+        between = []
+        for place in plain:
+            before, _, rest = rest.partition(names[place])
+            between.append(before)
+        between.append(rest)
+        spans, position = found.copy(), len(between[0])
+        if not text.startswith(between[0]):
+            return found
+        for place, after in zip(plain, between[1:], strict=True):
+            content = self.messages[place]["content"]
+            forms = (content, content.strip(), content.lstrip(), content.rstrip())
+            size = next((len(c) for c in forms if text.startswith(c + after, position)), None)
+            if size is None:
+                return found
+            spans[place] = (position, position + size)
+            position += size + len(after)
+        return spans if position == len(text) else found
 
     def renders_calls(self, text: str, turn: int) -> bool:
         """Whether the text depends on every tool call of a message. Some templates render only the first."""
@@ -113,6 +147,20 @@ class Conversation:
         return self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=prompt, **self.options
         )
+
+
+def _weight(message: Message) -> int:
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise DataError(expected_value("the weight of a message to be 0 (not trained on) or 1", weight))
+    return int(weight)
+
+
+def _is_plain(message: Message) -> bool:
+    """Whether the content is all that a message says."""
+    content = message.get("content")
+    is_text = isinstance(content, str) and bool(content.strip()) and "<think>" not in content
+    return is_text and "tool_calls" not in message and not any(key in message for key in THOUGHTS)
 
 
 def for_template(message: Message) -> dict[str, Any]:
@@ -163,11 +211,16 @@ def _with_json_arguments(message: Message) -> dict[str, Any]:
 
 def _replaced(message: Message, placeholder: str) -> dict[str, Any]:
     """A message with another answer, thought and arguments, of the same kind."""
-    thoughts = {
-        key: placeholder for key in ("content", *THOUGHTS) if isinstance(message.get(key), str) and message[key]
-    }
+    parts = message.get("content")
+    texts: dict[str, Any] = {key: placeholder for key in ("content", *THOUGHTS) if isinstance(message.get(key), str)}
+    texts = {key: text for key, text in texts.items() if message[key]}
+    if isinstance(parts, list):  # of a multimodal model
+        is_text = [isinstance(part, Mapping) and part.get("type") == "text" for part in parts]
+        texts["content"] = [
+            {**part, "text": placeholder} if flag else part for part, flag in zip(parts, is_text, strict=True)
+        ]
     replaced = _with_arguments(
-        {**message, **thoughts},
+        {**message, **texts},
         lambda value: dict.fromkeys(value or [placeholder], placeholder) if isinstance(value, Mapping) else placeholder,
     )
     return {**replaced, "content": placeholder} if replaced == message else replaced

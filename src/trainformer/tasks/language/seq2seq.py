@@ -248,6 +248,7 @@ class SourceEncoder(PairEncoder):
         for place, record in enumerate(records):
             with context(place):
                 source = _source_of(record, self.key)
+                ids: Any
                 if isinstance(source, str):
                     (ids,) = self.sources([source]) if source else self._ids(text=[""])
                 else:

@@ -16,6 +16,7 @@ from trainformer.data.folder import decode_image, read_image
 from trainformer.data.lists import IMAGE_COLUMNS
 from trainformer.data.multimodal import RecordReader, image_parts
 from trainformer.data.pixels import image_tensor, is_pil, tensor_channels, with_channels
+from trainformer.data.text.messages import template_fields, with_system
 from trainformer.data.text.rendering import ASSISTANT_ROLES
 from trainformer.data.text.schemas import conversation, detect_schema, standard
 
@@ -38,7 +39,7 @@ def read_record(record: Any, opener: Callable[[Any], Any]) -> RecordContent:
     """Return the content of a record with standard names, and its images opened by `opener`.
 
     A prompt without an answer gets an empty completion and `answered=False`. Messages after the last answer are
-    dropped.
+    dropped. A `system` prompt is the first message; `tools` and `chat_template_kwargs` are passed on.
 
     >>> read_record({"image": "a.png", "question": "Who?", "answer": "Me."}, str.upper)
     RecordContent(images=['A.PNG'], parts={'prompt': 'Who?', 'completion': 'Me.'}, answered=True)
@@ -50,10 +51,16 @@ def read_record(record: Any, opener: Callable[[Any], Any]) -> RecordContent:
     if not answered:
         record = {**record, "prompt": record[prompt], "completion": ""}
     values = [record.get(name) for name in (*IMAGE_COLUMNS, *_CONVERSATIONS)]
+    passed = template_fields(record.get("tools"), record.get("chat_template_kwargs"))
     if all(value is None or (isinstance(value, str | list) and not value) for value in values):
-        return RecordContent([], _text_parts(record), answered)
-    item = _READER.item(record, opener)
+        return RecordContent([], _text_parts(record) | passed, answered)
+    item = _READER.item(record, opener) | passed
     images = item.pop("images") if "images" in item else [item.pop("image")]
+    if record.get("system") and "text" not in item:
+        prompt, completion = item.pop("prompt", None), item.pop("completion", None)
+        turns = [("user", prompt and image_parts(prompt)), ("assistant", completion)]
+        messages = item.get("messages") or [{"role": role, "content": content} for role, content in turns]
+        item["messages"] = with_system(messages, record["system"])
     if "messages" in item:
         messages = list(item["messages"])
         last = max(place for place, message in enumerate(messages) if message["role"] in ASSISTANT_ROLES)

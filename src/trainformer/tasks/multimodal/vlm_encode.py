@@ -66,8 +66,8 @@ class ImageTextEncoder:
         template = getattr(processor, "chat_template", None) or self.tokenizer.chat_template
         self.tokenizer.chat_template = _unmarked(template) if isinstance(template, str) else template
         self.image_id: int = self.tokenizer.convert_tokens_to_ids(self.image_token)
-        self._encoder = Encoder(self.tokenizer, max_length=None, train_on=train_on)
-        self._prompt_encoder = Encoder(self.tokenizer, max_length=None) if train_on == "all" else self._encoder
+        self._encoder = _TextEncoder(self.tokenizer, max_length=None, train_on=train_on)
+        self._prompt_encoder = _TextEncoder(self.tokenizer, max_length=None) if train_on == "all" else self._encoder
         self._special = frozenset([*self.tokenizer.added_tokens_decoder, *self.tokenizer.all_special_ids])
 
     # -- records -------------------------------------------------------------------------------------------
@@ -174,6 +174,7 @@ class ImageTextEncoder:
     def _with_placeholders(self, content: RecordContent) -> tuple[dict[str, Any], int]:
         """A text record for `Encoder` with a placeholder per image, and their number."""
         parts, images = content.parts, len(content.images)
+        passed: dict[str, Any] = {name: parts[name] for name in ("tools", "chat_template_kwargs") if name in parts}
         if not images and "text" in parts:
             return {"text": parts["text"]}, 0
         if "messages" not in parts and not self.tokenizer.chat_template:
@@ -182,12 +183,12 @@ class ImageTextEncoder:
             completion = to_text(answer["content"], self.image_token)
             separated = not prompt or prompt[-1].isspace() or completion[:1].isspace()
             completion = completion if separated else f" {completion}"
-            return {"prompt": prompt, "completion": completion}, image_count([question])
+            return {"prompt": prompt, "completion": completion, **passed}, image_count([question])
         messages = to_messages(parts, images)
         count = image_count(messages)
         if not self._takes_parts:
             messages = [{**turn, "content": to_text(turn["content"], self.image_token)} for turn in messages]
-        return {"messages": messages}, count
+        return {"messages": messages, **passed}, count
 
     def _add_bos_and_eos(self, piece: Encoded) -> Encoded:
         """Add BOS if the tokenizer always does, and EOS after an answer that has no end token.
@@ -226,6 +227,10 @@ class ImageTextEncoder:
             f"Expected a chat template that renders an image as {self.image_token}, received one that does not. Set "
             "processor.chat_template."
         )
+
+
+class _TextEncoder(Encoder):
+    expects_stop = False  # `_add_bos_and_eos` adds it
 
 
 class _Unusable(DataError):
