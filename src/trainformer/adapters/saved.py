@@ -138,7 +138,9 @@ class AdapterCopy:
     def write(self, folder: Path) -> None:
         """Write it as peft does."""
         folder.mkdir(exist_ok=True)
-        save_file({key: tensor.contiguous() for key, tensor in self.state.items()}, folder / WEIGHTS_FILE, {"format": "pt"})
+        save_file(
+            {key: tensor.contiguous() for key, tensor in self.state.items()}, folder / WEIGHTS_FILE, {"format": "pt"}
+        )
         (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2, sort_keys=True))
 
 

@@ -162,7 +162,9 @@ def _guess(folder: Path, task: Any) -> TaskRecord:
     if (saved := SavedAdapters.read(folder)) is not None:  # that peft saved
         kind = kind_of_task_type(saved.config.get("task_type"))
         head = saved.load_options(kind)
-        config = {"id2label": head.get("id2label") or dict(enumerate(f"LABEL_{n}" for n in range(head.get("num_labels", 2))))}
+        config = {
+            "id2label": head.get("id2label") or dict(enumerate(f"LABEL_{n}" for n in range(head.get("num_labels", 2))))
+        }
         config["architectures"] = ["ForTokenClassification" if kind == "token_classification" else ""]
     elif (folder / _CONFIG).is_file():
         try:

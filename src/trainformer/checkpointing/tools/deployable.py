@@ -147,7 +147,9 @@ def _load_state(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> 
     except RuntimeError as error:
         what = f"exactly the weights of {type(model).__name__} in {folder}"
         first = " ".join(str(error).split())[:400]
-        raise DataError(expected(what, first, "The model was changed after it was built: pass it to its own tools.")) from error
+        raise DataError(
+            expected(what, first, "The model was changed after it was built: pass it to its own tools.")
+        ) from error
 
 
 def _adapted(request: Request) -> tuple[Any, str]:
