@@ -384,6 +384,19 @@ def test_mistakes_are_said(place, tmp_path):
         with pytest.raises(BadArgument, match=said):
             place.task(place.adapter, **options)
     close(place.task(moved, base=place.folder / "base").model, place.opened())
-    (moved / "adapters.json").write_text(json.dumps({"version": 1, "active": ["../x"]}))
-    with pytest.raises(DataError, match="the description of adapters"):
-        assert place.task(moved).model is None
+    good = {"version": 1, "merged": [], "active": ["default"], "inactive": [], "trained": "default"}
+    good |= {"model_config": {}, "quantization": None}
+    (moved / "adapters.json").write_text(json.dumps(good))
+    close(place.task(moved, base=place.folder / "base").model, place.opened())
+    # From a stranger: paths to elsewhere, and arguments of `from_pretrained` that execute code.
+    changes = [
+        ({"active": ["../x"]}, "no name of a folder"),
+        ({"model_config": {"trust_remote_code": True}}, "trust_remote_code in model_config"),
+        ({"quantization": {"load_in_8bit": True}}, "load_in_8bit in quantization"),
+        ({"trained": "other"}, "not active"),
+        ({"version": 9}, "another version"),
+    ]
+    for change, said in changes:
+        (moved / "adapters.json").write_text(json.dumps({**good, **change}))
+        with pytest.raises(DataError, match=f"the description of adapters.*{said}"):
+            assert place.task(moved, base=place.folder / "base").model is None

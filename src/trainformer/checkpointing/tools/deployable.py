@@ -1,8 +1,9 @@
 """A model of transformers out of a checkpoint, merged and quantised, as files that `from_pretrained` opens by itself.
 
 Owns the loading, and the proof: the trained model is built from its configuration and the weights of the checkpoint,
-with adapters unmerged; the files that were written are opened as anybody would, and must give the same outputs. torchao's own conversion unties tied weights, and the result cannot be saved; transformers quantises while it
-loads, and saves that. So the plain model is written first, and loaded again quantised.
+with adapters unmerged; the files that were written are opened as anybody would, and must give the same outputs.
+torchao's own conversion unties tied weights, and the result cannot be saved; transformers quantises while it loads, and
+saves that. So the plain model is written first, and loaded again quantised.
 """
 
 from __future__ import annotations

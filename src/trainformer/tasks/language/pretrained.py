@@ -68,8 +68,8 @@ def _find(model_name: Any, base: Any) -> Pretrained:
     source = base if base is not None else saved.base
     if source is None:
         raise BadArgument(
-            f"Expected the model that the adapter in {saved.folder} belongs to, received none: it was not loaded from a "
-            "name or folder in training, so the adapter does not know it. Pass base=, a hub name or a folder of the model."
+            f"Expected the model that the adapter in {saved.folder} belongs to, received none: it was not loaded from "
+            "a name or folder in training, so the adapter does not know it. Pass base=, a hub name or a folder."
         )
     local = isinstance(source, str) and (source.startswith((".", "/", "~")) or source.count("/") > 1)
     if local and not Path(source).expanduser().is_dir():

@@ -165,8 +165,8 @@ class ReferenceMixin(LanguageTask):
         """The reference in eval mode. Use it before the policy's forward pass, without gradients."""
         if self._reference_digest == _FORGOTTEN:
             raise BadArgument(
-                "Expected the model before training as the reference, received a trained model alone, which predicts. To "
-                "evaluate it, make the task as in training and pass it: trainformer.load(folder, task=...)."
+                "Expected the model before training as the reference, received a trained model alone, which predicts. "
+                "To evaluate it, make the task as in training and pass it: trainformer.load(folder, task=...)."
             )
         if self._reference is not None:
             yield self._reference
