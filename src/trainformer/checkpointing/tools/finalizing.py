@@ -86,7 +86,8 @@ class Finalized(Shown):
             "size": f"{in_words(self.size_before)} before, {in_words(self.size)} now",
             "outputs differ": _number(self.difference, "at most, from before quantisation"),
             "from training": _number(self.trained_difference, "at most, from the model as it was trained"),
-            "read back": f"the files give the very same {self.compared}",
+            "read back": f"the files give the very same {self.compared}"
+            + (" as the trained model" if self.recipe is None and self.compared == "outputs" else ""),
             "gguf": "" if self.gguf is None else f"{GGUF} in {self.gguf}, read back with the same tensors",
             "files": ", ".join(self.files),
         }
