@@ -31,6 +31,7 @@ from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.sources import load_text
 from trainformer.data.text.store import tokenize
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
+from trainformer.models.embeddings import use_padding_row
 from trainformer.models.language import OutputStates, ensure_pad_token, load_model, load_tokenizer
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.adapter_mixin import AdapterMixin
@@ -114,6 +115,8 @@ class LanguageTask(AdapterMixin):
             self._check_vocabulary(model)
         else:
             self._fit_vocabulary(model)
+            is_new = not isinstance(self.model_name, str | Path | nn.Module)
+            use_padding_row(model, self.text_tokenizer, is_new=is_new)
         if found.adapters is not None:
             model = open_adapters(model, found.adapters)
         model = self._adapt(model)
