@@ -24,6 +24,7 @@ from trainformer.adapters import LoRA, PrefixTuning, QLoRA, adapter_state_dict
 from trainformer.checkpoint import finalize
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.tasks import DPO, CausalLM, TextClassification
+from trainformer.tasks.language.pretrained import load_whole
 
 IDS = torch.randint(2, 300, (2, 12), generator=torch.Generator().manual_seed(4))
 NEW = LoRA(r=2, dropout=0.0, target_modules=["q_proj", "up_proj"])
@@ -231,6 +232,12 @@ def test_another_adapter_is_a_reference(place):
     assert trainer.task._reference is not None
     with task.reference_model() as model:
         close(model, place.opened())
+
+
+def test_a_model_that_is_not_trained_has_nothing_new(place):
+    close(load_whole(place.run, "causal_lm"), place.opened())
+    with pytest.raises(BadArgument, match=r"all weights of the model.*none for score\.weight"):
+        load_whole(place.folder / "base", "sequence_classification")
 
 
 # -- embeddings --------------------------------------------------------------------------------------------

@@ -85,6 +85,7 @@ def make(request: Request, draft: Path) -> dict[str, Any]:
         _try_out(recipe, device)
     with quiet():
         # The model as it was trained, its adapters unmerged: what is written is compared with its outputs.
+        model: Any
         model, adapter = _adapted(request) if request.is_adapter else (_loaded(request), None)
         wanted = _outputs(model, kind)
         model = merge_adapter(model)

@@ -177,7 +177,7 @@ def _describe(request: Request, folder: Path, name: str, adapter: str | None) ->
     saved = SavedAdapters.read(request.folder)
     base = base_model(folder, str(request.base) if request.base else None if saved is None else saved.base)
     recipe = None if request.recipe is None or request.kind is None else request.recipe.name
-    facts = {"name": name, "kind": request.kind, "base": base, "adapter": adapter, "recipe": recipe}
+    facts: dict[str, Any] = {"name": name, "kind": request.kind, "base": base, "adapter": adapter, "recipe": recipe}
     facts |= {"ema": request.ema, "step": request.checkpoint.step}
     write_card(folder, request.checkpoint, request.settings, facts)
 
