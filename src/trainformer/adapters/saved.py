@@ -69,10 +69,16 @@ class SavedAdapters:
             content = decode_json((folder / FILE).read_bytes())
             if content.pop("version") != _VERSION:
                 raise ValueError("another version; use the trainformer that it is from")
-            names = {key: tuple(content.pop(key)) for key in ("merged", "active", "inactive")}
+            names: dict[str, Any] = {key: tuple(content.pop(key)) for key in ("merged", "active", "inactive")}
             every = [content["trained"], *(name for given in names.values() for name in given)]
             if any(not isinstance(name, str) or Path(name).name != name or name == ".." for name in every):
                 raise ValueError("a name that is no name of a folder")
+            if content["trained"] not in names["active"]:
+                raise ValueError("a trained adapter that is not active")
+            # They become arguments of `from_pretrained`, of which some execute code.
+            for key, known in (("model_config", _LABELS), ("quantization", ("quant_type", "double_quant"))):
+                if odd := {*(content[key] or ())} - {*known}:
+                    raise ValueError(f"{sorted(odd)[0]} in {key}")
             return cls(folder, **names, **content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(expected(f"the description of adapters in {folder / FILE}", str(error))) from error
@@ -138,7 +144,9 @@ class AdapterCopy:
     def write(self, folder: Path) -> None:
         """Write it as peft does."""
         folder.mkdir(exist_ok=True)
-        save_file({key: tensor.contiguous() for key, tensor in self.state.items()}, folder / WEIGHTS_FILE, {"format": "pt"})
+        save_file(
+            {key: tensor.contiguous() for key, tensor in self.state.items()}, folder / WEIGHTS_FILE, {"format": "pt"}
+        )
         (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2, sort_keys=True))
 
 

@@ -26,9 +26,7 @@ _DEFAULT = "default"
 _TRAINED = (".lora_", ".trainable_tokens_")
 
 
-def adapter_state_dict(
-    model: nn.Module, embeddings: bool | None = None, name: str | None = None
-) -> dict[str, Tensor]:
+def adapter_state_dict(model: nn.Module, embeddings: bool | None = None, name: str | None = None) -> dict[str, Tensor]:
     """The weights of a model's adapter, and of modules and token rows that are trained in full.
 
     `name` chooses one of several adapters; default: the one that is trained.
@@ -74,7 +72,9 @@ def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor], name:
     adapter = name or trained_adapter(inner)
     needed = adapter_state_dict(inner, embeddings=False, name=adapter)
     own = needed | adapter_state_dict(inner, embeddings=True, name=adapter)
-    own |= {key: tensor for key, tensor in _embedding_weights(inner).items() if key in state}  # peft has tied ones twice
+    own |= {
+        key: tensor for key, tensor in _embedding_weights(inner).items() if key in state
+    }  # peft has tied ones twice
     wrong = [key for key, tensor in state.items() if key in own and own[key].shape != tensor.shape]
     problems = [
         f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"

@@ -162,7 +162,9 @@ def _guess(folder: Path, task: Any) -> TaskRecord:
     if (saved := SavedAdapters.read(folder)) is not None:  # that peft saved
         kind = kind_of_task_type(saved.config.get("task_type"))
         head = saved.load_options(kind)
-        config = {"id2label": head.get("id2label") or dict(enumerate(f"LABEL_{n}" for n in range(head.get("num_labels", 2))))}
+        config = {
+            "id2label": head.get("id2label") or dict(enumerate(f"LABEL_{n}" for n in range(head.get("num_labels", 2))))
+        }
         config["architectures"] = ["ForTokenClassification" if kind == "token_classification" else ""]
     elif (folder / _CONFIG).is_file():
         try:
@@ -231,8 +233,9 @@ def _keeps_reference(record: TaskRecord, folder: Path) -> bool:
     saved, reference = SavedAdapters.read(folder), record.arguments.get("reference")
     if not isinstance(reference, str) or not is_base(reference):
         return reference is not None
-    alone = saved is not None and not saved.merged
-    return alone and (reference == "base" or (len(saved.active) == 1 and record.arguments.get("adapter") is not None))
+    if saved is None or saved.merged:
+        return False
+    return reference == "base" or (len(saved.active) == 1 and record.arguments.get("adapter") is not None)
 
 
 def _safe_attention(record: TaskRecord) -> str | None:
