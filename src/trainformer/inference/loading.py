@@ -162,7 +162,9 @@ def _guess(folder: Path, task: Any) -> TaskRecord:
     if (saved := SavedAdapters.read(folder)) is not None:  # that peft saved
         kind = kind_of_task_type(saved.config.get("task_type"))
         head = saved.load_options(kind)
-        config = {"id2label": head.get("id2label") or dict(enumerate(f"LABEL_{n}" for n in range(head.get("num_labels", 2))))}
+        config = {
+            "id2label": head.get("id2label") or dict(enumerate(f"LABEL_{n}" for n in range(head.get("num_labels", 2))))
+        }
         config["architectures"] = ["ForTokenClassification" if kind == "token_classification" else ""]
     elif (folder / _CONFIG).is_file():
         try:
@@ -208,6 +210,8 @@ def _changes(record: TaskRecord, folder: Path, base: str | Path | None) -> dict[
         changes["attention"] = _safe_attention(record)
         if "on_adapter" in names:
             changes |= {"on_adapter": None, "base": None}
+        if "rope_scaling" in names:  # the folder has it
+            changes |= {"rope_scaling": None, "rope_factor": None}
         if not is_adapter:
             changes |= {"model_name": str(folder), "adapter": None, "model_kwargs": {}}
         elif not _is_safe(record.arguments.get("model_kwargs")):
