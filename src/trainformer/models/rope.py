@@ -98,7 +98,7 @@ def scale_rope(config: Any, scaling: str | Mapping[str, Any], factor: float | No
     options = dict(scaling) if isinstance(scaling, Mapping) else {"rope_type": scaling}
     kind = options.pop("type", None) or options["rope_type"]
     positions = int(options.get(_ORIGINAL) or rope.get(_ORIGINAL) or text.max_position_embeddings)
-    chosen = options.pop("factor", factor)
+    chosen: Any = options.pop("factor", factor)
     if chosen is None:
         chosen = length / positions
         if chosen <= 1:

@@ -112,7 +112,8 @@ class LanguageTask(AdapterMixin):
         for adapter in (self.adapter, found.adapters):
             options = {**(adapter.load_options(self.kind) if adapter is not None else {}), **options}
         dtype = None if self.dtype is None else _DTYPES[self.dtype]
-        source, rope = found.source, {}
+        rope: dict[str, Any] = {}
+        source = found.source
         if self.rope_scaling is not None:
             source, rope = scaled_source(source, self.rope_scaling, self.rope_factor, self.max_length)
         model = load_model(source, self.kind, dtype=dtype, **{**options, **rope})
