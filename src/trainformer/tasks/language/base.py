@@ -30,6 +30,7 @@ from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.sources import load_text
 from trainformer.data.text.store import tokenize
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
+from trainformer.models.embeddings import use_padding_row
 from trainformer.models.language import OutputStates, ensure_pad_token, load_model, load_tokenizer
 from trainformer.models.modes import eval_mode
 from trainformer.models.rope import check_rope_scaling, keep_overrides, scaled_source
@@ -122,6 +123,7 @@ class LanguageTask(AdapterMixin):
             self._check_vocabulary(model)
         else:
             self._fit_vocabulary(model)
+            use_padding_row(model, self.text_tokenizer, is_new=not isinstance(source, str | Path | nn.Module))
         if found.adapters is not None:
             model = open_adapters(model, found.adapters)
         return self._adapt(model)
