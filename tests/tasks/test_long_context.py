@@ -7,6 +7,7 @@ import torch
 from moe_toys import mixtral
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import trainformer
 from text_toys import causal_maker, chat_tokenizer, checkpoint_of, gpt2, llama, preferences, sentences, trainer_for
 from trainformer.adapters import LoRA
 from trainformer.checkpoint import finalize
@@ -57,6 +58,9 @@ def test_it_is_the_model_that_transformers_builds_and_a_checkpoint_keeps_it(task
         torch.testing.assert_close(reopened(ids).logits, found)
     assert reopened.config.rope_parameters["factor"] == 4.0
     assert reopened.config.max_position_embeddings == positions
+    with torch.no_grad():
+        loaded = trainformer.load(tmp_path / "run").task.model.eval()
+        torch.testing.assert_close(loaded(ids).logits, found)
     again = task(str(checkpoint_of(trainer)), max_length=256)  # no argument needed
     assert trainer_for(again, TEXTS).task.max_length == 256
 
@@ -110,6 +114,11 @@ def test_the_default_length_is_lowered_to_the_positions_and_a_longer_one_is_refu
         (llama, {"rope_factor": 2.0}, "rope_scaling with rope_factor"),
         (llama, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_factor": 2.0}, "the factor once"),
         (llama, {"rope_scaling": "yarn", "max_length": 32}, "max_length beyond the 64 positions"),
+        (
+            lambda: llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
+            {"rope_scaling": "yarn", "max_length": 256},
+            "without linear RoPE scaling",
+        ),
         (gpt2, {"rope_scaling": "yarn", "max_length": 128}, "rotary position embeddings"),
         (lambda: AutoModelForCausalLM.from_config(llama()), {"rope_scaling": "yarn"}, "still to be loaded"),
     ],

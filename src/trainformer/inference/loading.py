@@ -210,6 +210,8 @@ def _changes(record: TaskRecord, folder: Path, base: str | Path | None) -> dict[
         changes["attention"] = _safe_attention(record)
         if "on_adapter" in names:
             changes |= {"on_adapter": None, "base": None}
+        if "rope_scaling" in names:  # the folder has it
+            changes |= {"rope_scaling": None, "rope_factor": None}
         if not is_adapter:
             changes |= {"model_name": str(folder), "adapter": None, "model_kwargs": {}}
         elif not _is_safe(record.arguments.get("model_kwargs")):

@@ -10,7 +10,7 @@ from torch import nn
 class Experts(NamedTuple):
     """Experts of a layer, how many of them a token chooses, and the weight of the load-balancing loss."""
 
-    count: int
+    number: int
     per_token: int
     aux_loss_coef: float
 
@@ -21,11 +21,11 @@ def experts_of(model: nn.Module) -> Experts | None:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not hasattr(text, "output_router_logits"):
         return None
-    count = _first(text, "num_local_experts", "num_experts", "moe_num_experts")
+    number = _first(text, "num_local_experts", "num_experts", "moe_num_experts")
     per_token = _first(text, "num_experts_per_tok", "moe_k")
-    if not count or not per_token:
+    if not number or not per_token:
         return None
-    return Experts(count, per_token, float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0))
+    return Experts(number, per_token, float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0))
 
 
 def _first(config: Any, *names: str) -> int | None:

@@ -83,7 +83,7 @@ def document_lengths(batch: Any) -> Tensor:
     [[2, 2, 1, 0]]
     """
     if "position_ids" not in batch:
-        mask = batch["attention_mask"]
+        mask = real_tokens(batch)
         return mask.sum(-1, keepdim=True) * mask
     documents = (batch["position_ids"] == 0).cumsum(-1)
     sizes = torch.zeros_like(documents).scatter_add(-1, documents - 1, torch.ones_like(documents))
@@ -97,7 +97,7 @@ def real_tokens(batch: Any) -> Tensor:
     [[1, 1, 0]]
     """
     if "position_ids" not in batch:
-        return batch["attention_mask"]
+        return batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(batch["input_ids"])
     documents = (batch["position_ids"] == 0).cumsum(-1)
     last = documents == documents[..., -1:]
     is_labelled = ((batch["labels"] != -100) & last).any(-1, keepdim=True)

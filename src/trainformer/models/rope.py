@@ -92,10 +92,13 @@ def scale_rope(config: Any, scaling: str | Mapping[str, Any], factor: float | No
         do = "Leave rope_scaling out, and keep max_length within the positions of the model."
         received = f"{type(config).__name__}, which has none, several kinds, or a model inside"
         raise BadArgument(expected("a model with one kind of rotary position embeddings", received, do))
+    if rope.get("rope_type") == "linear":  # its config does not say how many positions it had before
+        do = "Leave rope_scaling out to keep it, or pass the model before it was scaled."
+        raise BadArgument(expected("a model without linear RoPE scaling", f"a factor of {rope.get('factor')}", do))
     options = dict(scaling) if isinstance(scaling, Mapping) else {"rope_type": scaling}
     kind = options.pop("type", None) or options["rope_type"]
     positions = int(options.get(_ORIGINAL) or rope.get(_ORIGINAL) or text.max_position_embeddings)
-    chosen = options.pop("factor", factor)
+    chosen: Any = options.pop("factor", factor)
     if chosen is None:
         chosen = length / positions
         if chosen <= 1:

@@ -37,7 +37,8 @@ def hidden_matrices(model: nn.Module) -> set[int]:
     """
     get = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else None
-    found, others = set(), set()
+    found: set[int] = set()
+    others: set[int] = set()
     for name, module in model.named_modules():
         for key, p in module.named_parameters(recurse=False):
             matrix = key == "weight" and p.ndim == 2

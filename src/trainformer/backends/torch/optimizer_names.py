@@ -100,7 +100,8 @@ def optimizer_by_name(
         return _torch(key, groups, lr, given)
     if key == _MUON:
         _check_options(key, given, ("momentum", "nesterov", "ns_steps", "betas", "eps"))
-        return Muon(groups, lr=lr, weight_decay=weight_decay, **_fused(Muon, groups), **given)
+        fused: Any = _fused(Muon, groups)
+        return Muon(groups, lr=lr, weight_decay=weight_decay, **fused, **given)
     if key in BITSANDBYTES_OPTIMIZERS:
         return _bitsandbytes(key, groups, lr, given)
     plugin = load_plugin("optimizers", name)

@@ -114,7 +114,8 @@ class LanguageTask(AdapterMixin):
         for adapter in (self.adapter, found.adapters):
             options = {**(adapter.load_options(self.kind) if adapter is not None else {}), **options}
         dtype = None if self.dtype is None else DTYPES[self.dtype]
-        source, rope = found.source, {}
+        rope: dict[str, Any] = {}
+        source = found.source
         if self.rope_scaling is not None:
             source, rope = scaled_source(source, self.rope_scaling, self.rope_factor, self.max_length)
         model = load_model(source, self.kind, dtype=dtype, **{**options, **rope})
@@ -123,8 +124,7 @@ class LanguageTask(AdapterMixin):
             self._check_vocabulary(model)
         else:
             self._fit_vocabulary(model)
-            is_new = not isinstance(self.model_name, str | Path | nn.Module)
-            use_padding_row(model, self.text_tokenizer, is_new=is_new)
+            use_padding_row(model, self.text_tokenizer, is_new=not isinstance(source, str | Path | nn.Module))
         if found.adapters is not None:
             model = open_adapters(model, found.adapters)
         model = self._adapt(model)
