@@ -200,6 +200,11 @@ class TorchBackend(DeviceScalars):
             found.append(totals if batch.size else torch.zeros_like(totals))
         self.task.use_step_totals(all_reduce_sum(torch.stack(found).sum(0)))
 
+    def end_window(self) -> None:
+        """Make the task forget the totals of a trial step."""
+        if hasattr(self.task, "use_step_totals"):
+            self.task.use_step_totals(None)
+
     def feed(self, batches: Iterable[HostBatch], train: bool) -> Iterator[DeviceBatch]:
         """Batches on the device, with the task's transforms applied."""
         if train not in self._transforms:  # not before the first batch: the task may need to see its data first

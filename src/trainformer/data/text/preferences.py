@@ -109,7 +109,8 @@ def reward_tokens(
         data = load_text(data)
     if is_stream(data):
         return RewardStream(data, encoder)
-    return RewardPairs(tokenize(RewardRecords(data), encoder, cache_dir=cache_dir, name=name))
+    records: Any = RewardRecords(data)
+    return RewardPairs(tokenize(records, encoder, cache_dir=cache_dir, name=name))
 
 
 def _with_margin(fields: Item, record: Any) -> Item:
@@ -284,7 +285,8 @@ def unpaired_tokens(
         data = load_text(data)
     if is_stream(data):
         return UnpairedStream(data, encoder, kl_length)
-    return Unpaired(tokenize(UnpairedRecords(data), encoder, cache_dir=cache_dir, name=name), kl_length, name)
+    records: Any = UnpairedRecords(data)
+    return Unpaired(tokenize(records, encoder, cache_dir=cache_dir, name=name), kl_length, name)
 
 
 def mismatched(item: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], length: int) -> Item:
@@ -336,7 +338,7 @@ def _check_unpaired(schema: Schema, first: Any) -> None:
     if schema.name in _UNPAIRED or schema.name == "preference":
         return
     keys = ", ".join(map(repr, first)) if isinstance(first, Mapping) else type(first).__name__
-    what = "records with 'prompt', 'completion' and 'label', with 'messages' and 'label', or with 'chosen' and 'rejected'"
+    what = "records with 'prompt', 'completion' and 'label', 'messages' and 'label', or 'chosen' and 'rejected'"
     raise DataError(expected(what, keys, "Rename the keys."))
 
 

@@ -124,7 +124,8 @@ class KTO(ReferenceMixin, GenerationMixin):
             ratios = self._kl_log_ratios(batch).double()
         return torch.stack([ratios.sum(), torch.full_like(ratios[0], len(ratios))])
 
-    def use_step_totals(self, totals: Tensor) -> None:
+    def use_step_totals(self, totals: Tensor | None) -> None:
+        """Use these totals until the end of the step; None: those of each batch."""
         self._totals = totals
 
     def on_step_end(self, step: int, max_steps: int) -> None:

@@ -92,7 +92,8 @@ class PreferenceTask(GenerationMixin):
         tokens = (labels[:, 0, 1:] != IGNORE_INDEX).sum()
         return torch.stack([torch.full_like(tokens, len(labels)), tokens]).double()
 
-    def use_step_totals(self, totals: Tensor) -> None:
+    def use_step_totals(self, totals: Tensor | None) -> None:
+        """Use these totals until the end of the step; None: those of each batch."""
         self._totals = totals
 
     def on_step_end(self, step: int, max_steps: int) -> None:
