@@ -129,6 +129,7 @@ class KTO(ReferenceMixin, GenerationMixin):
         self._totals = totals
 
     def on_step_end(self, step: int, max_steps: int) -> None:
+        super().on_step_end(step, max_steps)
         self._totals = None
 
     @torch.no_grad()
