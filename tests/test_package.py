@@ -11,8 +11,9 @@ PUBLIC = {
     "log_metric seed_everything",
     "trainformer.inference": "OnnxPredictor Predictor load",
     "trainformer.tasks": "CLIP CPO CausalLM DPO DatasetInfo ImageClassification KTO Loss MaskedLM MetricLearning "
-    "ObjectDetection OptimizerConfig RewardModel SSL SemanticSegmentation Seq2Seq TabularClassification TabularRegression "
-    "TimeSeriesForecasting Task TaskBase TextClassification TextEmbedding TokenClassification VLM find_task task_names",
+    "ObjectDetection OptimizerConfig RewardModel SSL SemanticSegmentation Seq2Seq TabularClassification "
+    "TabularRegression TimeSeriesForecasting Task TaskBase TextClassification TextEmbedding TokenClassification VLM "
+    "find_task task_names",
     "trainformer.callbacks": "Callback CallbackList CollapseMonitor EMA EarlyStopping GradientMonitor ImageSamples "
     "LRFinder LRMonitor ModelCheckpoint OnlineKNN OnlineLinear ProgressBar TextSamples Throughput make_callback",
     "trainformer.losses": "ArcFaceLoss Center CosFaceLoss NTXentLoss NormFaceLoss PairLoss PreferenceRewards "
@@ -20,8 +21,8 @@ PUBLIC = {
     "dpo_loss infonce_with_queue "
     "koleo_loss kto_loss linear_cross_entropy make_metric_loss make_miner make_pair_loss metric_loss_names miner_names "
     "moco_v3_loss multiple_negatives_loss negative_cosine "
-    "nt_xent_loss orpo_loss pair_loss_names preference_rewards reward_model_loss simpo_loss sequence_log_probs teacher_entropy "
-    "token_cross_entropy",
+    "nt_xent_loss orpo_loss pair_loss_names preference_rewards reward_model_loss simpo_loss sequence_log_probs "
+    "teacher_entropy token_cross_entropy",
     "trainformer.adapters": "Adapter LoRA PrefixTuning QLoRA adapted_model adapter_state_dict is_adapted load_adapter "
     "load_adapter_state_dict merge_and_export save_adapter",
     "trainformer.models": "AvgPool BNNeck ClassToken ClassificationHead DINOHead EmbeddingModel GeM MLPHead "

@@ -11,9 +11,12 @@ import vlm_toys
 import text_toys as toys
 from toys import same, weights
 from trainformer.tasks import (
+    CPO,
     DPO,
+    KTO,
     CausalLM,
     MaskedLM,
+    RewardModel,
     Seq2Seq,
     TextClassification,
     TextEmbedding,
@@ -52,6 +55,9 @@ TASKS = {
     "packed": of_text(CausalLM, toys.llama, toys.conversations(), toys.chat_tokenizer, packing=True),
     "gpt2": of_text(CausalLM, toys.gpt2, toys.conversations(), toys.chat_tokenizer),
     "dpo": of_text(DPO, toys.llama, toys.preferences(), toys.chat_tokenizer),
+    "kto": of_text(KTO, toys.llama, toys.preferences(), toys.chat_tokenizer, beta=1.0),
+    "cpo": of_text(CPO, toys.llama, toys.preferences(), toys.chat_tokenizer),
+    "reward": of_text(RewardModel, toys.llama, toys.preferences(), toys.chat_tokenizer),
     "t5": pairs,
     "masked": of_text(MaskedLM, toys.bert, TEXTS, words),
     "classes": of_text(TextClassification, toys.bert, LABELLED, words),
@@ -64,7 +70,7 @@ TASKS = {
 }
 # transformers asks the device whether anything is masked, once for each model that is called with an attention mask;
 # and Qwen-VL for the sizes of images.
-WAITING = {"t5", "masked", "classes", "tags", "embedding", "llava", "qwen2-vl"}
+WAITING = {"t5", "masked", "classes", "tags", "embedding", "reward", "llava", "qwen2-vl"}
 
 
 def run(name, folder, **options):
@@ -128,7 +134,7 @@ def test_who_waits_for_the_device(name, tmp_path):
         assert not waits.places, waits.places
 
 
-@pytest.mark.parametrize("name", ["causal", "packed", "dpo", "classes", "embedding", "clip", "llava"])
+@pytest.mark.parametrize("name", ["causal", "packed", "dpo", "kto", "reward", "classes", "embedding", "clip", "llava"])
 def test_a_run_goes_on_bitwise(name, tmp_path):
     plain = {"sdpa_backend": "math"}  # other kernels may have a backward pass that is not the same twice
     whole = run(name, tmp_path / "whole", **plain).fit()

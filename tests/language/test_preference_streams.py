@@ -155,7 +155,11 @@ def test_a_mixture_of_streams(task, tmp_path):
     ("kind", "record", "message"),
     [
         ("dpo", {"text": "the fox"}, "a stream of records of the schema 'preference'"),
-        ("reward", {"chosen": "a", "rejected": "b", "margin": "x"}, "Record 2 of the stream: .*'margin' to be a number"),
+        (
+            "reward",
+            {"chosen": "a", "rejected": "b", "margin": "x"},
+            "Record 2 of the stream: .*'margin' to be a num",
+        ),
         ("kto", {"prompt": "a", "completion": " b"}, "Record 2 of the stream: .*the key 'label'"),
         ("kto", {"prompt": "a", "completion": " b", "label": "no"}, "Record 2 of the stream: .*'label' to be true"),
     ],

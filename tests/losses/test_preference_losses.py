@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 from trainformer.core.errors import BadArgument
-from trainformer.losses.preference import dpo_loss, orpo_loss, preference_rewards, simpo_loss
+from trainformer.losses.preference import Divergence, Variant, dpo_loss, orpo_loss, preference_rewards, simpo_loss
 
 
 def pairs(count: int, size: int = 50, scale: float = 8.0) -> list[Tensor]:
@@ -96,6 +96,22 @@ def test_extreme_log_probabilities_have_finite_gradients():
         assert all(x.isfinite().all() for x in value_and_gradients(loss, ends, ends.flip(0)))
     zeros = torch.zeros_like(ends)
     assert all(x.isfinite().all() for x in value_and_gradients(dpo_loss, ends, ends.flip(0), zeros, zeros))
+
+
+@pytest.mark.parametrize("variant", get_args(Variant))
+def test_every_variant_has_finite_gradients(variant):
+    values = torch.tensor([-1e4, -1.0, 0.0, -1e4])
+    options = {"label_smoothing": 0.1} if variant in ("robust", "exo_pair") else {}
+    divergences = get_args(Divergence) if variant in ("sigmoid", "hinge", "robust", "exo_pair", "discopop") else ()
+    for divergence in divergences or ("reverse_kl",):
+        chosen, rejected = values.clone().requires_grad_(), values.flip(0).clone().requires_grad_()
+        fixed = values.roll(1), values.roll(2)
+        loss = dpo_loss(chosen, rejected, *fixed, variant=variant, f_divergence=divergence, **options)
+        loss.backward()
+        assert loss.isfinite(), divergence
+        assert chosen.grad.isfinite().all(), divergence
+        assert rejected.grad.isfinite().all(), divergence
+        assert chosen.grad.any() or rejected.grad.any()
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -173,7 +173,7 @@ def test_answers_that_are_wanted_become_likelier(task, loss):
         made.set_train_mode(False)
         dataset = made.prepare_dataset(held_out, train=False)
         with torch.no_grad():
-            found = made.eval_step(made.collate_fn([dataset[i] for i in range(len(dataset))]))["policy"]
+            found = made.eval_step(made.collate_fn([dataset[i] for i in range(len(dataset))]))["log_prob"]
         return (found[::2] > found[1::2]).double().mean().item()
 
     before = share()

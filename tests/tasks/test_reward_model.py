@@ -1,4 +1,4 @@
-"""Reward models: TRL's loss, scores that padding does not change, checkpoints of transformers, and something learned."""
+"""Reward models: TRL's loss, scores that padding does not change, checkpoints of transformers, what is learned."""
 
 import copy
 import json

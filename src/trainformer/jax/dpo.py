@@ -19,10 +19,10 @@ from flax import nnx
 
 from trainformer.backends.jax.sharding import make_sharded
 from trainformer.backends.jax.step import VALID
-from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.core.types import Loss
 from trainformer.data.text.collate import pair_batch
-from trainformer.data.text.prepare import PairEncoder, preference_tokens
+from trainformer.data.text.prepare import PairEncoder, Pairs, preference_tokens
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
 from trainformer.jax.reference import ReferenceDigest, ScoredPairs, Scorer
@@ -130,6 +130,9 @@ class DPOTrainer(TextTrainer):
         limits = self.arguments.max_prompt_length, self.arguments.max_completion_length
         encoder = self.encoder(partial(PairEncoder, limits=limits), "completion")
         pairs = preference_tokens(dataset, encoder, **self.token_options(train))  # type: ignore[arg-type]
+        if not isinstance(pairs, Pairs):
+            do = "Pass a list of the first records, or the files."
+            raise DataError(expected("data with a length", "a stream", do))
         self.update_batch_length(pairs)
         if not self.arguments.needs_reference:
             return pairs

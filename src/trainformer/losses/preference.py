@@ -1,7 +1,8 @@
 """Preference losses: DPO and its variants, ORPO, SimPO, CPO, KTO, reward models; and the implicit rewards.
 
-Everything but the loss of reward models works on log probabilities, one number per response, in float32; `losses.tokens.sequence_log_probs` computes
-them. The loss of a pair depends on that pair alone, so sums over pairs do not depend on the batch size.
+Everything but the loss of reward models works on log probabilities, one number per response, in float32;
+`losses.tokens.sequence_log_probs` computes them. The loss of a pair depends on that pair alone, so sums over pairs do
+not depend on the batch size.
 """
 
 from __future__ import annotations
@@ -225,13 +226,14 @@ def kto_loss(
     `policy` and `reference` are log probabilities (B,), summed over the tokens of a response. `kl` is the estimated
     divergence of the policy from the reference, without a gradient. `"apo_zero_unpaired"` does not use it.
 
-    >>> kto_loss(torch.tensor([-9.0, -9.0]), torch.tensor([-10.0, -10.0]), torch.tensor([True, False]), reduction="none")
+    >>> policy, reference = torch.tensor([-9.0, -9.0]), torch.tensor([-10.0, -10.0])
+    >>> kto_loss(policy, reference, torch.tensor([True, False]), reduction="none")
     tensor([0.4750, 0.5250])
     """
     check_choice("variant", variant, get_args(KTOVariant))
     check_positive("beta", beta, "0.1 is usual.")
-    for name, value in (("desirable_weight", desirable_weight), ("undesirable_weight", undesirable_weight)):
-        check_weight(name, value)
+    check_weight("desirable_weight", desirable_weight)
+    check_weight("undesirable_weight", undesirable_weight)
     _check_pairs({"policy": policy, "reference": reference, "desirable": desirable})
     with no_autocast(policy):
         value = upcast(policy) - upcast(reference)

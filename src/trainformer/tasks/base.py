@@ -50,8 +50,8 @@ class TaskBase:
     ``set_train_mode(train)`` replaces ``model.train(train)``, and the class attribute ``open_set = True`` allows
     validation classes that do not occur in training. With ``wants_window = True``, ``step_totals(batch)`` returns a
     tensor of sums over a batch (without gradients); before the first `train_step` of a step,
-    ``use_step_totals(totals)`` gets their sum over all its micro-batches and ranks. So a loss may depend on a mean over
-    the whole step and still not on how the step is divided.
+    ``use_step_totals(totals)`` gets their sum over all its micro-batches and ranks (None after a trial step). So a loss
+    may depend on a mean over the whole step and still not on how the step is divided.
 
     >>> import torch
     >>> class Mean(TaskBase):

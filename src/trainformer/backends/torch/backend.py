@@ -188,10 +188,14 @@ class TorchBackend(DeviceScalars):
         return bool(getattr(self.task, "wants_window", False))
 
     def begin_window(self, batches: Sequence[DeviceBatch]) -> None:
-        """Pass the micro-batches of the next step to the task, or their totals if it has `step_totals`."""
-        if not hasattr(self.task, "step_totals"):
+        """Pass the micro-batches of the next step to the task, and their totals if it has `step_totals`."""
+        if hasattr(self.task, "begin_window"):
             self.task.begin_window([batch.data for batch in batches])
-            return
+        if hasattr(self.task, "step_totals"):
+            self._reduce_totals(batches)
+
+    def _reduce_totals(self, batches: Sequence[DeviceBatch]) -> None:
+        """Sum `step_totals` over micro-batches and ranks."""
         found = []
         for batch in batches:
             # Nothing is logged here: the step itself does that.
@@ -199,6 +203,11 @@ class TorchBackend(DeviceScalars):
                 totals = self.strategy.infer(self.task.step_totals, batch.data)
             found.append(totals if batch.size else torch.zeros_like(totals))
         self.task.use_step_totals(all_reduce_sum(torch.stack(found).sum(0)))
+
+    def end_window(self) -> None:
+        """Make the task forget the totals of a trial step."""
+        if hasattr(self.task, "use_step_totals"):
+            self.task.use_step_totals(None)
 
     def feed(self, batches: Iterable[HostBatch], train: bool) -> Iterator[DeviceBatch]:
         """Batches on the device, with the task's transforms applied."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -109,7 +110,8 @@ def reward_tokens(
         data = load_text(data)
     if is_stream(data):
         return RewardStream(data, encoder)
-    return RewardPairs(tokenize(RewardRecords(data), encoder, cache_dir=cache_dir, name=name))
+    records: Any = RewardRecords(data)
+    return RewardPairs(tokenize(records, encoder, cache_dir=cache_dir, name=name))
 
 
 def _with_margin(fields: Item, record: Any) -> Item:
@@ -200,7 +202,7 @@ class Unpaired(StoreView):
             if len(self) < 2:
                 what = f"at least two records in {name}, to pair prompts with the answers of others"
                 raise DataError(expected(what, len(self)))
-            self.shift = _best_shift([_prompt(self._item(i)).tobytes() for i in range(len(self))])
+            self.shift = _best_shift([_prompt_code(self._item(i)) for i in range(len(self))])
 
     @property
     def lengths(self) -> np.ndarray:
@@ -263,7 +265,7 @@ class UnpairedStream(PairStream):
             self.report.pieces -= 1
             self.report.add_outcome("no other record to pair it with", "dropped")
             return []
-        shift = _best_shift([_prompt(item).tobytes() for item in items]) if items else 0
+        shift = _best_shift([_prompt_code(item) for item in items]) if items else 0
         return [item | mismatched(item, items[place - shift], self.kl_length) for place, item in enumerate(items)]
 
 
@@ -284,7 +286,8 @@ def unpaired_tokens(
         data = load_text(data)
     if is_stream(data):
         return UnpairedStream(data, encoder, kl_length)
-    return Unpaired(tokenize(UnpairedRecords(data), encoder, cache_dir=cache_dir, name=name), kl_length, name)
+    records: Any = UnpairedRecords(data)
+    return Unpaired(tokenize(records, encoder, cache_dir=cache_dir, name=name), kl_length, name)
 
 
 def mismatched(item: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], length: int) -> Item:
@@ -307,14 +310,20 @@ def _prompt(item: Mapping[str, np.ndarray]) -> np.ndarray:
     return item["input_ids"][: int(trained.argmax())]
 
 
-def _best_shift(prompts: Sequence[bytes]) -> int:
+def _prompt_code(item: Mapping[str, np.ndarray]) -> int:
+    """A number that is the same for equal prompts."""
+    return zlib.crc32(_prompt(item).tobytes())
+
+
+def _best_shift(prompts: Sequence[int]) -> int:
     """By how many places to rotate answers so that the fewest meet an equal prompt: 1, if none does then.
 
-    >>> _best_shift([b"a", b"b", b"c"]), _best_shift([b"a", b"a", b"b", b"b"])
+    >>> _best_shift([5, 6, 7]), _best_shift([5, 5, 6, 6])
     (1, 2)
     """
+    codes = np.asarray(prompts)
     shifts = range(1, min(_SHIFTS + 1, len(prompts)))
-    return min(shifts, key=lambda shift: sum(a == prompts[i - shift] for i, a in enumerate(prompts)), default=0)
+    return min(shifts, key=lambda shift: int((codes == np.roll(codes, shift)).sum()), default=0)
 
 
 def _labelled(stored: Mapping[str, np.ndarray]) -> Item:
@@ -336,7 +345,7 @@ def _check_unpaired(schema: Schema, first: Any) -> None:
     if schema.name in _UNPAIRED or schema.name == "preference":
         return
     keys = ", ".join(map(repr, first)) if isinstance(first, Mapping) else type(first).__name__
-    what = "records with 'prompt', 'completion' and 'label', with 'messages' and 'label', or with 'chosen' and 'rejected'"
+    what = "records with 'prompt', 'completion' and 'label', 'messages' and 'label', or 'chosen' and 'rejected'"
     raise DataError(expected(what, keys, "Rename the keys."))
 
 

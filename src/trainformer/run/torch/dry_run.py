@@ -43,6 +43,7 @@ class DryRun:
             backend.reduce_window_loss()
             yield backend.active.name, backend.window_loss()
             backend.drop_step()
+        backend.end_window()
 
     def _begin_window(self, batch: DeviceBatch) -> None:
         if self._backend.wants_window:
@@ -71,3 +72,4 @@ class DryRun:
             for name, schedule in schedules.items():
                 backend.optimizers[name].schedule = schedule
             backend.drop_step()
+            backend.end_window()

@@ -31,8 +31,8 @@ _PER_TOKEN = ("ipo", "simpo")  # these use the mean log probability per token, t
 class CPO(PreferenceTask):
     """Train a causal language model to prefer the chosen of two answers, and to imitate it, without a reference model.
 
-    Records are those of `DPO`. `loss` is `"sigmoid"` (CPO), `"hinge"`, `"ipo"` or `"simpo"`, which has the target margin
-    `gamma`. `cpo_alpha` weighs the supervised loss of the chosen answers, a mean over their tokens; with 0 and
+    Records are those of `DPO`. `loss` is `"sigmoid"` (CPO), `"hinge"`, `"ipo"` or `"simpo"`, which has the target
+    margin `gamma`. `cpo_alpha` weighs the supervised loss of the chosen answers, a mean over their tokens; with 0 and
     `"simpo"` this is SimPO. With `alpha`, log probabilities are replaced by (1 - p^-alpha) / alpha (AlphaPO).
     """
 
@@ -65,6 +65,6 @@ class CPO(PreferenceTask):
         options: Any = {"variant": self.loss, "gamma": self.gamma, "alpha": self.alpha, "reduction": "none"}
         smoothing = self.label_smoothing if train else 0.0
         losses = cpo_loss(chosen, rejected, self.beta, label_smoothing=smoothing, **options)
-        transformed = (alpha_rewards(values, self.alpha) for values in (chosen, rejected))
-        rewards = preference_rewards(*transformed, beta=self.beta)
+        good, bad = alpha_rewards(chosen, self.alpha), alpha_rewards(rejected, self.alpha)
+        rewards = preference_rewards(good, bad, beta=self.beta)
         return PairTerms(losses, -found.sum[::2], found.tokens[::2], rewards)

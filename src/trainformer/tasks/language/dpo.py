@@ -180,8 +180,9 @@ class DPO(RouterLossMixin, ReferenceMixin, PreferenceTask):
         for loss in self.losses:
             losses = losses + self._weights[loss] * self._pair_losses(loss, policy, reference, train)
         per_token = self.losses[0] in _PER_TOKEN
-        theirs = (None, None) if reference is None else of_pairs(reference, per_token).unbind(1)
-        rewards = preference_rewards(*of_pairs(policy, per_token).unbind(1), *theirs, self.beta)
+        chosen, rejected = of_pairs(policy, per_token).unbind(1)
+        theirs: Any = (None, None) if reference is None else of_pairs(reference, per_token).unbind(1)
+        rewards = preference_rewards(chosen, rejected, theirs[0], theirs[1], self.beta)
         return PairTerms(losses, -policy.sum[::2], policy.tokens[::2], rewards)
 
     def _pair_losses(
@@ -196,10 +197,12 @@ class DPO(RouterLossMixin, ReferenceMixin, PreferenceTask):
         if loss == "simpo":
             return simpo_loss(chosen, rejected, gamma=self.gamma, label_smoothing=smoothing, **options)
         assert reference is not None
+        theirs = of_pairs(reference, loss in _PER_TOKEN)
         return dpo_loss(
             chosen,
             rejected,
-            *of_pairs(reference, loss in _PER_TOKEN).unbind(1),
+            theirs[:, 0],
+            theirs[:, 1],
             variant="sigmoid" if loss == "sigmoid_norm" else loss,  # type: ignore[arg-type]
             label_smoothing=smoothing,
             discopop_tau=self.discopop_tau,

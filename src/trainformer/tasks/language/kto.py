@@ -124,10 +124,12 @@ class KTO(ReferenceMixin, GenerationMixin):
             ratios = self._kl_log_ratios(batch).double()
         return torch.stack([ratios.sum(), torch.full_like(ratios[0], len(ratios))])
 
-    def use_step_totals(self, totals: Tensor) -> None:
+    def use_step_totals(self, totals: Tensor | None) -> None:
+        """Use these totals until the end of the step; None: those of each batch."""
         self._totals = totals
 
     def on_step_end(self, step: int, max_steps: int) -> None:
+        super().on_step_end(step, max_steps)
         self._totals = None
 
     @torch.no_grad()
@@ -172,18 +174,19 @@ class KTO(ReferenceMixin, GenerationMixin):
     def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """What `on_eval_end` computes the loss from, per answer."""
         reference = self._reference_log_probs(batch)
-        rows = {"policy": self._policy_scores(self.model, batch).sum, "reference": reference}
+        rows = {"log_prob": self._policy_scores(self.model, batch).sum, "reference_log_prob": reference}
         if self.wants_window:
-            rows["kl"] = self._kl_log_ratios(batch)
+            rows["kl_log_ratio"] = self._kl_log_ratios(batch)
         return {**rows, "desirable": batch["desirable"]}
 
     def on_eval_end(self, rows: dict[str, Any]) -> Mapping[str, float]:
         """Loss and rewards, with the KL divergence estimated over the whole dataset."""
-        policy, reference, desirable = rows["policy"].double(), rows["reference"].double(), rows["desirable"]
+        policy, reference = rows["log_prob"].double(), rows["reference_log_prob"].double()
+        desirable = rows["desirable"]
         metrics = {}
         kl = 0.0
-        if "kl" in rows:
-            kl = metrics["kl"] = max(0.0, rows["kl"].double().mean().item())
+        if "kl_log_ratio" in rows:
+            kl = metrics["kl"] = max(0.0, rows["kl_log_ratio"].double().mean().item())
         metrics["loss"] = self._loss(policy, reference, desirable, kl).mean().item()
         rewards = self.beta * (policy - reference)
         for name, chosen in (("rewards/chosen", desirable), ("rewards/rejected", ~desirable)):

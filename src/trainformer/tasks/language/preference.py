@@ -92,10 +92,12 @@ class PreferenceTask(GenerationMixin):
         tokens = (labels[:, 0, 1:] != IGNORE_INDEX).sum()
         return torch.stack([torch.full_like(tokens, len(labels)), tokens]).double()
 
-    def use_step_totals(self, totals: Tensor) -> None:
+    def use_step_totals(self, totals: Tensor | None) -> None:
+        """Use these totals until the end of the step; None: those of each batch."""
         self._totals = totals
 
     def on_step_end(self, step: int, max_steps: int) -> None:
+        super().on_step_end(step, max_steps)
         self._totals = None
 
     def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
@@ -119,9 +121,10 @@ class PreferenceTask(GenerationMixin):
 
     def derive_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The whole loss, from the means over pairs and over tokens."""
-        if "preference_loss" not in metrics:
-            return {}
-        return {"loss": metrics["preference_loss"] + self.nll_weight * metrics["nll_loss"]}
+        derived = super().derive_metrics(metrics)
+        if "preference_loss" in metrics:
+            derived["loss"] = metrics["preference_loss"] + self.nll_weight * metrics["nll_loss"]
+        return derived
 
     def check_batch(self, batch: Any) -> list[str]:
         supervised = (batch["labels"][..., 1:] != IGNORE_INDEX).any(-1)

@@ -1,7 +1,7 @@
 """Reward models: a score for each text or conversation, learned from pairs of answers.
 
-The model is transformers' classifier with one output. The loss is a sum over pairs, so padding and gradient accumulation
-do not change it.
+The model is transformers' classifier with one output. The loss is a sum over pairs, so padding and gradient
+accumulation do not change it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _SCORED = ("text", "chat", "completion", "alpaca", "tokens")  # schemas of singl
 class RewardModel(TextTask):
     """Train a model that scores texts and conversations, so that the chosen of two answers scores higher.
 
-    Records have a `chosen` and a `rejected` answer, with or without a `prompt`, as texts or messages. `margin`, a number
-    per record, says by how much the chosen answer should at least score higher. `center_rewards_coefficient` keeps the
-    rewards of a pair around zero.
+    Records have a `chosen` and a `rejected` answer, with or without a `prompt`, as texts or messages. `margin`, a
+    number per record, says by how much the chosen answer should at least score higher. `center_rewards_coefficient`
+    keeps the rewards of a pair around zero.
 
     `model_name` is a hub name, a folder, a config (random weights) or a model, loaded with a head of one output, which
     is new if the model has none. The score is that of the last token before the padding. Answers of more than
@@ -78,7 +78,7 @@ class RewardModel(TextTask):
             task.model_name = copy.deepcopy(self.model_name)
             task.model_name.num_labels = 1
         model: Any = TextTask._load(task)
-        config = unwrap_model(model).config
+        config: Any = unwrap_model(model).config
         if config.num_labels != 1:
             do = "Load it with AutoModelForSequenceClassification and num_labels=1, or pass its name."
             raise BadArgument(expected("a model with one output", f"{config.num_labels} outputs", do))
