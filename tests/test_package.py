@@ -10,14 +10,15 @@ PUBLIC = {
     "trainformer": "DatasetInfo Loss Mixture OptimizerConfig PipelineConfig PipelineContext Task TaskBase Trainer load "
     "log_metric seed_everything",
     "trainformer.inference": "OnnxPredictor Predictor load",
-    "trainformer.tasks": "CLIP CausalLM DPO DatasetInfo ImageClassification Loss MaskedLM MetricLearning "
+    "trainformer.tasks": "CLIP CausalLM DPO DatasetInfo Distillation ImageClassification Loss MaskedLM MetricLearning "
     "ObjectDetection OptimizerConfig SSL SemanticSegmentation Seq2Seq TabularClassification TabularRegression "
-    "TimeSeriesForecasting Task TaskBase TextClassification TextEmbedding TokenClassification VLM find_task task_names",
+    "TimeSeriesForecasting Task TaskBase TextClassification TextEmbedding TokenClassification VLM find_task "
+    "save_teacher_logits task_names",
     "trainformer.callbacks": "Callback CallbackList CollapseMonitor EMA EarlyStopping GradientMonitor ImageSamples "
     "LRFinder LRMonitor ModelCheckpoint OnlineKNN OnlineLinear ProgressBar TextSamples Throughput make_callback",
-    "trainformer.losses": "ArcFaceLoss Center CosFaceLoss NTXentLoss NormFaceLoss PairLoss PreferenceRewards "
-    "SequenceLogProbs SubCenterArcFaceLoss TokenLoss byol_loss cosine_similarity_loss dino_kl dino_loss dpo_loss "
-    "infonce_with_queue "
+    "trainformer.losses": "ArcFaceLoss Center CosFaceLoss DistillationLoss NTXentLoss NormFaceLoss PairLoss "
+    "PreferenceRewards SequenceLogProbs SubCenterArcFaceLoss TeacherStates TokenLoss TopLogProbs byol_loss "
+    "cosine_similarity_loss dino_kl dino_loss distillation_loss dpo_loss infonce_with_queue "
     "koleo_loss linear_cross_entropy make_metric_loss make_miner make_pair_loss metric_loss_names miner_names "
     "moco_v3_loss multiple_negatives_loss negative_cosine "
     "nt_xent_loss orpo_loss pair_loss_names preference_rewards simpo_loss sequence_log_probs teacher_entropy "

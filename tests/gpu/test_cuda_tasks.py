@@ -13,6 +13,7 @@ from toys import same, weights
 from trainformer.tasks import (
     DPO,
     CausalLM,
+    Distillation,
     MaskedLM,
     Seq2Seq,
     TextClassification,
@@ -51,6 +52,9 @@ TASKS = {
     "causal": of_text(CausalLM, toys.llama, toys.conversations(), toys.chat_tokenizer),
     "packed": of_text(CausalLM, toys.llama, toys.conversations(), toys.chat_tokenizer, packing=True),
     "gpt2": of_text(CausalLM, toys.gpt2, toys.conversations(), toys.chat_tokenizer),
+    "distillation": of_text(
+        Distillation, toys.llama, toys.conversations(), toys.chat_tokenizer, teacher="base", alpha=0.5, beta=0.5
+    ),
     "dpo": of_text(DPO, toys.llama, toys.preferences(), toys.chat_tokenizer),
     "t5": pairs,
     "masked": of_text(MaskedLM, toys.bert, TEXTS, words),
@@ -128,7 +132,7 @@ def test_who_waits_for_the_device(name, tmp_path):
         assert not waits.places, waits.places
 
 
-@pytest.mark.parametrize("name", ["causal", "packed", "dpo", "classes", "embedding", "clip", "llava"])
+@pytest.mark.parametrize("name", ["causal", "packed", "distillation", "dpo", "classes", "embedding", "clip", "llava"])
 def test_a_run_goes_on_bitwise(name, tmp_path):
     plain = {"sdpa_backend": "math"}  # other kernels may have a backward pass that is not the same twice
     whole = run(name, tmp_path / "whole", **plain).fit()

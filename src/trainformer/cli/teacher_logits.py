@@ -17,7 +17,9 @@ from trainformer.cli.output import positive, print_result, stdout_to_stderr
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("teacher", metavar="TEACHER", help="the name or folder of a causal language model")
     parser.add_argument("data", metavar="DATA", nargs="+", help="files or names, as for --task=CausalLM")
-    parser.add_argument("--out", metavar="FOLDER", type=Path, required=True, help="where to write; may have some already")
+    parser.add_argument(
+        "--out", metavar="FOLDER", type=Path, required=True, help="where to write; may have some already"
+    )
     parser.add_argument("--k", type=positive, default=64, metavar="K", help="tokens per position (default: 64)")
     soft = "temperature of the probabilities, as in Distillation (default: 1)"
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help=soft)

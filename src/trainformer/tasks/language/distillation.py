@@ -168,7 +168,10 @@ class Distillation(TeacherMixin, CausalLM):
 
     def _check_stored_sequences(self, tokens: Any, logits: LogitsStore, name: str) -> None:
         sequences = getattr(tokens, "store", tokens)  # below the packing
-        keys = (sequence_key(item["input_ids"], item["labels"]) for item in map(sequences.__getitem__, range(len(sequences))))
+        keys = (
+            sequence_key(item["input_ids"], item["labels"])
+            for item in map(sequences.__getitem__, range(len(sequences)))
+        )
         missing = sum(key not in logits for key in keys)
         if missing:
             raise DataError(self._not_stored(f"{missing:,} of {len(sequences):,} sequences of the {name}", logits))

@@ -77,7 +77,9 @@ class TeacherMixin(ReferenceMixin):
             raise BadArgument(expected(f"teacher_dtype to be one of {', '.join(DTYPES)} or None", self.teacher_dtype))
         if self.teacher_bits not in (None, 4, 8):
             raise BadArgument(expected("teacher_bits to be 4, 8 or None", self.teacher_bits))
-        named = isinstance(self.teacher, str | Path) and not is_base(self.teacher) and not is_logits_folder(self.teacher)
+        named = (
+            isinstance(self.teacher, str | Path) and not is_base(self.teacher) and not is_logits_folder(self.teacher)
+        )
         for name in () if named else _LOADING:
             if getattr(self, name) and not (name == "teacher_device" and isinstance(self.teacher, nn.Module)):
                 do = f"Leave out {name}."
@@ -209,16 +211,14 @@ class TeacherMixin(ReferenceMixin):
 
 
 def quantization(bits: int | None, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that load a model in 4 or 8 bits with bitsandbytes; `dtype` is that of products."""
+    """Arguments of `from_pretrained` that load a model in 4 or 8 bits; products are in `dtype`."""
     if bits is None:
         return {}
     require("bitsandbytes", "adapters", "to load a model in 4 or 8 bits")
     make = require("transformers", "text", "for language models").BitsAndBytesConfig
     if bits == 8:
         return {"quantization_config": make(load_in_8bit=True)}
-    return {
-        "quantization_config": make(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-    }
+    return {"quantization_config": make(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)}
 
 
 def check_same_tokenizer(student: Any, teacher: Any) -> None:
