@@ -1,6 +1,7 @@
 """Distillation: TRL's losses, the same numbers however it is sliced, exact resuming, and students that learn."""
 
 import copy
+import json
 from types import SimpleNamespace
 
 import distillation_runs as runs
@@ -256,6 +257,12 @@ def test_a_distilled_student_beats_one_trained_on_labels(tmp_path):
     assert distilled["val/agreement"] > labels["val/agreement"] + 0.15
 
 
+def chats_file(folder):
+    path = folder / "chats.jsonl"
+    path.write_text("\n".join(map(json.dumps, CHATS)))
+    return path
+
+
 def test_wrong_arguments(tmp_path):
     table = [
         ({"teacher": None}, "teacher to be a model"),
@@ -283,6 +290,12 @@ def test_wrong_arguments(tmp_path):
     same = model()
     with pytest.raises(BadArgument, match="a teacher other than the model"):
         task(tmp_path, model=same, teacher=same)
+    with pytest.raises(BadArgument, match="teacher to be a folder that exists"):
+        trainer(tmp_path, teacher="./nowhere")
+    with pytest.raises(BadArgument, match="strategy 'ddp' or 'fsdp' with Distillation"):
+        trainer(tmp_path, strategy="pipeline")
+    with pytest.raises(BadArgument, match="indexed data for generated completions"):
+        toys.trainer_for(task(tmp_path), "stream:" + str(chats_file(tmp_path)))
     with pytest.raises(BadArgument, match="a teacher with at least"):
         trainer(tmp_path, teacher=teacher(vocab_size=64))
 

@@ -179,8 +179,12 @@ def test_the_commands(tmp_path, capsys):
     alike = ["--max-length=48", "--cache-dir=tokens"]
     for files in (["train.jsonl"], ["train.jsonl", "more.jsonl"]):
         assert app.main(["teacher-logits", "teacher", *files, "--out=logits", "--k=8", *alike, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    out, err = capsys.readouterr()
+    found = json.loads(out.splitlines()[-1])
     assert (found["sequences"], found["k"]) == (18, 8)
+    assert found["tokens"] * 8 * 4 <= found["bytes"]
+    assert "0 of 12 sequences to compute" in err
+    assert "MB on disk" in err
     assert app.main(["teacher-logits", "student", "train.jsonl", "--out=logits", "--k=8", *alike]) == 1
     assert "the same teacher" in " ".join(capsys.readouterr().err.split())
     command = ["train", "--task=Distillation", "--model=student", "--teacher=logits", "--data=train.jsonl"]

@@ -106,9 +106,13 @@ class LogitsStore:
     def __len__(self) -> int:
         return len(self._keys)
 
+    @property
+    def tokens(self) -> int:
+        """The number of supervised tokens."""
+        return sum(int(part.offsets[-1]) for part in self._parts)
+
     def __repr__(self) -> str:
-        tokens = sum(int(part.offsets[-1]) for part in self._parts)
-        return f"LogitsStore({len(self):,} sequences, {tokens:,} tokens, k={self.info.k})"
+        return f"LogitsStore({len(self):,} sequences, {self.tokens:,} tokens, k={self.info.k})"
 
     def __contains__(self, key: Any) -> bool:
         return self._place(key) is not None

@@ -143,7 +143,11 @@ class TeacherMixin(ReferenceMixin):
         like = next(p.dtype for p in model.parameters() if p.is_floating_point())
         dtype = like if self.teacher_dtype is None else DTYPES[self.teacher_dtype]
         options = {**self._load_options(), **quantization(self.teacher_bits, dtype), **self.teacher_kwargs}
-        return load_model(self.teacher, self.kind, dtype=dtype, **options).requires_grad_(False).eval()
+        try:
+            teacher = load_model(self.teacher, self.kind, dtype=dtype, **options)
+        except BadArgument as error:
+            raise BadArgument(str(error).replace("model_name", "teacher")) from error
+        return teacher.requires_grad_(False).eval()
 
     def check_state(self, state: dict[str, Any]) -> None:
         if self._reference_digest == _LATER:
