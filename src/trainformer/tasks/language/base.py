@@ -28,12 +28,13 @@ from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.sources import load_text
 from trainformer.data.text.store import tokenize
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
+from trainformer.models.embeddings import use_padding_row
 from trainformer.models.language import OutputStates, ensure_pad_token, load_model, load_tokenizer
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.adapter_mixin import AdapterMixin
 from trainformer.tasks.language.positions import fit_lengths
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LARGEST_EXPONENT = 700.0  # exp() overflows beyond
 
 logger = logging.getLogger("trainformer")
@@ -55,8 +56,8 @@ class LanguageTask(AdapterMixin):
 
     def _init_task(self) -> None:
         """Validate shared arguments before anything is loaded. Call it from `__post_init__`."""
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise BadArgument(expected(f"dtype to be one of {', '.join(DTYPES)} or None", self.dtype))
+        if self.dtype is not None and self.dtype not in _DTYPES:
+            raise BadArgument(expected(f"dtype to be one of {', '.join(_DTYPES)} or None", self.dtype))
         check_count("max_length", self.max_length, least=2)
         self._check_adapter(self.kind, packing=bool(getattr(self, "packing", False)))
         self._model: nn.Module | None = None
@@ -92,9 +93,11 @@ class LanguageTask(AdapterMixin):
         options = self._load_options()
         if self.adapter is not None:
             options = {**self.adapter.load_options(self.kind), **options}
-        dtype = None if self.dtype is None else DTYPES[self.dtype]
+        dtype = None if self.dtype is None else _DTYPES[self.dtype]
         model = load_model(self.model_name, self.kind, dtype=dtype, **options)
         self._fit_vocabulary(model)
+        is_new = not isinstance(self.model_name, str | Path | nn.Module)
+        use_padding_row(model, self.text_tokenizer, is_new=is_new)
         return model if self.adapter is None else self.adapter.apply(model, kind=self.kind)
 
     def _fit_vocabulary(self, model: Any) -> None:

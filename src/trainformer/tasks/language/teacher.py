@@ -18,11 +18,11 @@ from trainformer.core.optional import require
 from trainformer.data.text.logits_store import LogitsStore, is_logits_folder
 from trainformer.losses.divergence import TeacherStates, TopLogProbs, check_tail
 from trainformer.models.language import OutputStates, load_model, load_tokenizer
-from trainformer.tasks.language.base import DTYPES
 from trainformer.tasks.language.reference import ReferenceMixin, is_base, model_digest
 
 logger = logging.getLogger("trainformer")
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _HOW = "a model, the name or folder of one, 'base', or a folder of teacher logits"
 _LATER = ""  # the digest of a teacher that was not loaded
 _LOADING = ("teacher_dtype", "teacher_bits", "teacher_device", "teacher_kwargs")
@@ -132,7 +132,7 @@ class TeacherMixin(ReferenceMixin):
             super()._build_reference(model)
         else:
             teacher = self._load_teacher(model)
-            self._check_vocabulary(teacher)
+            self._check_teacher_vocabulary(teacher)
             self._reference_digest = model_digest(teacher)
             if self.teacher_device is None:
                 self._reference = teacher
@@ -192,7 +192,7 @@ class TeacherMixin(ReferenceMixin):
 
     # -- vocabularies --------------------------------------------------------------------------------------
 
-    def _check_vocabulary(self, teacher: Any) -> None:
+    def _check_teacher_vocabulary(self, teacher: Any) -> None:
         """Refuse a teacher with another tokenizer. Rows beyond the tokenizer, which padding adds, may differ."""
         rows, size = teacher.get_output_embeddings().weight.shape[0], len(self.text_tokenizer)
         if teacher.get_input_embeddings().weight.shape[0] < size or rows < size:

@@ -22,9 +22,8 @@ from trainformer.data.text.prepare import causal_tokens
 from trainformer.losses.numerics import check_positive, upcast
 from trainformer.models.language import OutputStates, ensure_pad_token, load_model, load_tokenizer
 from trainformer.models.modes import eval_mode
-from trainformer.tasks.language.base import DTYPES
 from trainformer.tasks.language.reference import model_digest
-from trainformer.tasks.language.teacher import quantization, vocabulary_digest
+from trainformer.tasks.language.teacher import DTYPES, quantization, vocabulary_digest
 
 logger = logging.getLogger("trainformer")
 
