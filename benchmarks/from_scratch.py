@@ -53,7 +53,7 @@ def make_model(args: argparse.Namespace, values: bool = False) -> nn.Module:
     config = LlamaConfig(
         vocab_size=args.vocabulary, hidden_size=args.width, intermediate_size=8 * args.width // 3 // 64 * 64 or 64,
         num_hidden_layers=args.layers, num_attention_heads=args.heads, max_position_embeddings=args.length,
-        bos_token_id=0, eos_token_id=0, pad_token_id=0, tie_word_embeddings=False, use_cache=False,
+        bos_token_id=0, eos_token_id=0, tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
     torch.manual_seed(args.seed)
     model = LlamaForCausalLM(config)
