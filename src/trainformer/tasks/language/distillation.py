@@ -237,7 +237,8 @@ class Distillation(TeacherMixin, CausalLM):
 
     def derive_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Perplexity of the student on the data."""
-        return {"perplexity": math.exp(min(metrics["ce"], _LARGEST_EXPONENT))} if "ce" in metrics else {}
+        derived = super().derive_metrics({name: value for name, value in metrics.items() if name != "loss"})
+        return derived | ({"perplexity": math.exp(min(metrics["ce"], _LARGEST_EXPONENT))} if "ce" in metrics else {})
 
     def _distil(self, batch: Mapping[str, Tensor]) -> DistillationLoss:
         inputs = {name: batch[name] for name in INPUTS if name in batch}
