@@ -35,6 +35,7 @@ FAILING = {
     "ctl": ["status", "nowhere"],
     "config": ["show", "nowhere.yaml"],
     "finalize": ["nowhere", "out"],
+    "teacher-logits": ["./nowhere", "data", "--out", "logits"],
 }
 NEVER = {"doctor", "completion"}  # fail only where something is broken
 

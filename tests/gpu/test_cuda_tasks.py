@@ -15,6 +15,7 @@ from trainformer.tasks import (
     DPO,
     KTO,
     CausalLM,
+    Distillation,
     MaskedLM,
     RewardModel,
     Seq2Seq,
@@ -54,6 +55,9 @@ TASKS = {
     "causal": of_text(CausalLM, toys.llama, toys.conversations(), toys.chat_tokenizer),
     "packed": of_text(CausalLM, toys.llama, toys.conversations(), toys.chat_tokenizer, packing=True),
     "gpt2": of_text(CausalLM, toys.gpt2, toys.conversations(), toys.chat_tokenizer),
+    "distillation": of_text(
+        Distillation, toys.llama, toys.conversations(), toys.chat_tokenizer, teacher="base", alpha=0.5, beta=0.5
+    ),
     "dpo": of_text(DPO, toys.llama, toys.preferences(), toys.chat_tokenizer),
     "kto": of_text(KTO, toys.llama, toys.preferences(), toys.chat_tokenizer, beta=1.0),
     "cpo": of_text(CPO, toys.llama, toys.preferences(), toys.chat_tokenizer),
@@ -134,7 +138,10 @@ def test_who_waits_for_the_device(name, tmp_path):
         assert not waits.places, waits.places
 
 
-@pytest.mark.parametrize("name", ["causal", "packed", "dpo", "kto", "reward", "classes", "embedding", "clip", "llava"])
+_RESUMED = ["causal", "packed", "distillation", "dpo", "kto", "reward", "classes", "embedding", "clip", "llava"]
+
+
+@pytest.mark.parametrize("name", _RESUMED)
 def test_a_run_goes_on_bitwise(name, tmp_path):
     plain = {"sdpa_backend": "math"}  # other kernels may have a backward pass that is not the same twice
     whole = run(name, tmp_path / "whole", **plain).fit()

@@ -79,9 +79,7 @@ def test_gradients_are_those_of_full_logits(beta):
     for sizes in ((VOCABULARY, VOCABULARY), (VOCABULARY, VOCABULARY + 8), (VOCABULARY + 8, VOCABULARY)):
         student, teacher, labels = toys(vocabulary=sizes[0], teacher_vocabulary=sizes[1])
         options = {"weight": student[1], "bias": student[2], "beta": beta, "temperature": 1.5, "alpha": 0.7}
-        found = distillation_loss(
-            student[0], labels, TeacherStates(*teacher), hard=hard, chunk_tokens=4, **options
-        )
+        found = distillation_loss(student[0], labels, TeacherStates(*teacher), hard=hard, chunk_tokens=4, **options)
         mine = gradients(3 * found.sum, student)
         own, other = logits_of(*student)[:, :-1], logits_of(*teacher)[:, :-1]
         valid, common = labels[:, 1:] != -100, min(sizes)

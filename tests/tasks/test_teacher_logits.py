@@ -74,6 +74,7 @@ def test_a_killed_command_goes_on_where_it_was(tmp_path):
     process.start()
     process.join(280)
     assert process.exitcode == -9
+    (tmp_path / "cut" / "logits" / f".part-0.safetensors.{process.pid}.tmp").write_text("half of a part")
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cut" / "logits").glob("part-*")}
     assert before
     assert 0 < len(LogitsStore(tmp_path / "cut" / "logits")) < len(whole)
@@ -115,7 +116,7 @@ def test_damage_is_found_and_mended(tmp_path):
     content = bytearray(part.read_bytes())
     content[-3] ^= 1
     part.write_bytes(content)
-    with pytest.raises(DataError, match="does not match its digest. Run `trainformer teacher-logits` again"):
+    with pytest.raises(DataError, match=r"does not match its digest\. Run `trainformer teacher-logits` again"):
         stored(tmp_path)
     assert len(store_logits(tmp_path)) == 18
     assert stored(tmp_path, max_steps=1).fit().state.step == 1
@@ -153,8 +154,8 @@ def test_mismatches_are_errors(tmp_path):
         task(tmp_path, teacher=str(tmp_path / "logits"), lmbda=0.0, teacher_dtype="bf16")
     with pytest.raises(BadArgument, match="the tokenizer that the teacher logits were stored with"):
         stored(tmp_path, tokenizer=toys.reading_tokenizer(), model=model(vocab_size=400))
+    (tmp_path / "other" / "logits" / "mine").mkdir(parents=True)
     with pytest.raises(BadArgument, match="an empty folder"):
-        (tmp_path / "other" / "logits" / "mine").mkdir(parents=True)
         store_logits(tmp_path / "other")
 
     # A run that is resumed with the logits of another teacher.
@@ -178,8 +179,12 @@ def test_the_commands(tmp_path, capsys):
     alike = ["--max-length=48", "--cache-dir=tokens"]
     for files in (["train.jsonl"], ["train.jsonl", "more.jsonl"]):
         assert app.main(["teacher-logits", "teacher", *files, "--out=logits", "--k=8", *alike, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    out, err = capsys.readouterr()
+    found = json.loads(out.splitlines()[-1])
     assert (found["sequences"], found["k"]) == (18, 8)
+    assert found["tokens"] * 8 * 4 <= found["bytes"]
+    assert "0 of 12 sequences to compute" in err
+    assert "MB on disk" in err
     assert app.main(["teacher-logits", "student", "train.jsonl", "--out=logits", "--k=8", *alike]) == 1
     assert "the same teacher" in " ".join(capsys.readouterr().err.split())
     command = ["train", "--task=Distillation", "--model=student", "--teacher=logits", "--data=train.jsonl"]

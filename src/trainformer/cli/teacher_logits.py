@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from trainformer.cli.app import Command
@@ -17,7 +19,9 @@ from trainformer.cli.output import positive, print_result, stdout_to_stderr
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("teacher", metavar="TEACHER", help="the name or folder of a causal language model")
     parser.add_argument("data", metavar="DATA", nargs="+", help="files or names, as for --task=CausalLM")
-    parser.add_argument("--out", metavar="FOLDER", type=Path, required=True, help="where to write; may have some already")
+    parser.add_argument(
+        "--out", metavar="FOLDER", type=Path, required=True, help="where to write; may have some already"
+    )
     parser.add_argument("--k", type=positive, default=64, metavar="K", help="tokens per position (default: 64)")
     soft = "temperature of the probabilities, as in Distillation (default: 1)"
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help=soft)
@@ -40,18 +44,34 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> None:
     from trainformer.tasks.language.teacher_logits import save_teacher_logits
 
-    logging.getLogger("trainformer").setLevel(logging.INFO)
     names = ("k", "temperature", "stored_dtype", "tokenizer", "max_length", "train_on", "truncation", "prompt_template")
     options = {name: getattr(args, name) for name in (*names, "batch_size", "dtype", "bits", "device", "cache_dir")}
-    with stdout_to_stderr():
+    with stdout_to_stderr(), _messages():
         found = save_teacher_logits(args.teacher, tuple(args.data), args.out, **options)
-    if os.environ.get("RANK", "0") != "0":
+    rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    if rank:
         return  # of several processes one reports
     size = sum(path.stat().st_size for path in args.out.glob("part-*"))
-    tokens = size // found.info.bytes_per_token
-    said = {"folder": str(args.out), "sequences": len(found), "k": found.info.k, "bytes": size}
-    text = f"{args.out}: {len(found):,} sequences, about {tokens:,} tokens x {found.info.k}, {size / 1e6:,.1f} MB"
+    said = {"folder": str(args.out), "sequences": len(found), "tokens": found.tokens, "k": found.info.k, "bytes": size}
+    there = "so far (other processes may still write)" if world > 1 else "in all"
+    text = (
+        f"{args.out}: {len(found):,} sequences, {found.tokens:,} tokens x {found.info.k}, {size / 1e6:,.1f} MB {there}"
+    )
     print_result(args, said, text)
+
+
+@contextmanager
+def _messages() -> Iterator[None]:
+    """Show what is to be computed and how large it will be, on stderr."""
+    logger, handler = logging.getLogger("trainformer"), logging.StreamHandler()
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 COMMANDS = {"teacher-logits": Command(_add_arguments, _run)}

@@ -289,9 +289,7 @@ def argmax_rows(logits: Tensor) -> Tensor:
     return logits.max(-1).indices
 
 
-def head_logits(
-    states: Tensor, layer: Tensor, bias: Tensor | None, scale: float, out: Tensor | None = None
-) -> Tensor:
+def head_logits(states: Tensor, layer: Tensor, bias: Tensor | None, scale: float, out: Tensor | None = None) -> Tensor:
     """Scaled logits; the scale is free inside the matrix product."""
     if bias is None:
         bias, beta = states.new_zeros(1), 0.0

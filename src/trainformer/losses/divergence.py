@@ -233,6 +233,7 @@ class _Buffers:
         self._made: dict[str, Tensor] = {}
 
     def __call__(self, name: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """The matrix of that name; its content is that of the last chunk."""
         made = self._made.get(name)
         if made is None or made.numel() < rows * width or made.dtype != dtype:
             made = self._made[name] = self.like.new_empty(max(rows, self.rows) * width, dtype=dtype)
@@ -313,21 +314,19 @@ def _chunk(
     return values, slopes
 
 
-def _divergence(
-    student: Tensor, teacher: Tensor, beta: float, buffers: _Buffers
-) -> tuple[Tensor, Tensor, Tensor]:
+def _divergence(student: Tensor, teacher: Tensor, beta: float, buffers: _Buffers) -> tuple[Tensor, Tensor, Tensor]:
     """Divergence and forward KL of rows of log probabilities, and the gradients of the student's logits.
 
     Overwrites both arguments. With a as the derivatives by the student's log probabilities, and p as its
     probabilities, the gradients of its logits are a - p * a.sum().
     """
-    shape, dtype = student.shape, student.dtype
-    q = torch.exp(teacher, out=buffers("q", *shape, dtype))
+    (rows, width), dtype = student.shape, student.dtype
+    q = torch.exp(teacher, out=buffers("q", rows, width, dtype))
     if beta == 0:
         kl = teacher.sub_(student).mul_(q).sum(-1)
         return kl, kl, _by_logits(q.neg_(), student.exp_())
-    ratio = torch.sub(teacher, student, out=buffers("ratio", *shape, dtype))
-    product = buffers("product", *shape, dtype)
+    ratio = torch.sub(teacher, student, out=buffers("ratio", rows, width, dtype))
+    product = buffers("product", rows, width, dtype)
     kl = torch.mul(q, ratio, out=product).sum(-1)
     if beta == 1:
         p = torch.exp(student, out=q)
@@ -365,7 +364,7 @@ def _against_top(
     # Rounded to 16 bits, the probabilities do not add up to 1 exactly.
     events = torch.cat([top, rest], 1).log_softmax(-1).clamp_(min=_LEAST)
     own = student.gather(1, ids)
-    scratch = buffers("q", *student.shape, student.dtype).copy_(student).scatter_(1, ids, -math.inf)
+    scratch = buffers("q", len(student), given.common, student.dtype).copy_(student).scatter_(1, ids, -math.inf)
     largest = scratch.amax(-1, keepdim=True)
     others = scratch.sub_(largest).exp_().sum(-1, keepdim=True).log() + largest
     divergence, kl, by_events = _divergence(torch.cat([own, others], 1), events, given.beta, _Buffers(0, student))

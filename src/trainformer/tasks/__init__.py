@@ -26,6 +26,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.tasks.language.reward_model": ["RewardModel"],
         "trainformer.tasks.language.seq2seq": ["Seq2Seq"],
         "trainformer.tasks.language.text_classification": ["TextClassification"],
+        "trainformer.tasks.language.teacher_logits": ["save_teacher_logits"],
         "trainformer.tasks.language.token_classification": ["TokenClassification"],
         "trainformer.tasks.multimodal.clip": ["CLIP"],
         "trainformer.tasks.multimodal.vlm": ["VLM"],
@@ -38,7 +39,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.tasks.vision.ssl.task": ["SSL"],
     },
 )
-_BUILT_IN = sorted(set(__all__) - {"DatasetInfo", "Loss", "OptimizerConfig", "Task", "TaskBase"})
+_BUILT_IN = sorted(set(__all__) - {"DatasetInfo", "Loss", "OptimizerConfig", "Task", "TaskBase", "save_teacher_logits"})
 __all__ = [*__all__, "find_task", "task_names"]
 
 

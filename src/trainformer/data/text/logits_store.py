@@ -25,6 +25,7 @@ from safetensors.numpy import save as save_arrays
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.text.encode import IGNORE_INDEX
 from trainformer.utils.files import decode_json, write_atomically
+from trainformer.utils.processes import is_alive
 
 _FORMAT = 1
 _INFO = "logits.json"
@@ -105,9 +106,13 @@ class LogitsStore:
     def __len__(self) -> int:
         return len(self._keys)
 
+    @property
+    def tokens(self) -> int:
+        """The number of supervised tokens."""
+        return sum(int(part.offsets[-1]) for part in self._parts)
+
     def __repr__(self) -> str:
-        tokens = sum(int(part.offsets[-1]) for part in self._parts)
-        return f"LogitsStore({len(self):,} sequences, {tokens:,} tokens, k={self.info.k})"
+        return f"LogitsStore({len(self):,} sequences, {self.tokens:,} tokens, k={self.info.k})"
 
     def __contains__(self, key: Any) -> bool:
         return self._place(key) is not None
@@ -266,7 +271,9 @@ def _read_info(folder: Path) -> tuple[LogitsInfo, dict[str, Any]]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(expected(f"a folder of teacher logits at {folder}", f"{type(error).__name__}: {error}")) from error
+        raise DataError(
+            expected(f"a folder of teacher logits at {folder}", f"{type(error).__name__}: {error}")
+        ) from error
 
 
 def _check_same(folder: Path, info: LogitsInfo) -> None:
@@ -286,7 +293,7 @@ def _remove_drafts(folder: Path) -> None:
     """Remove temporary files of processes that are gone; their names have the process ID."""
     for path in folder.glob(".*.tmp"):
         process = path.name.split(".")[-2]
-        if process.isdecimal() and not _is_alive(int(process)):
+        if process.isdecimal() and not is_alive(int(process)):
             path.unlink(missing_ok=True)
 
 
@@ -309,4 +316,3 @@ def _from_float(values: np.ndarray, dtype: str) -> np.ndarray:
 
 def _to_float(values: np.ndarray, dtype: str) -> np.ndarray:
     return (values.astype("<u4") << 16).view("<f4") if dtype == "bf16" else values.astype("<f4")
-

@@ -168,7 +168,10 @@ class Distillation(TeacherMixin, CausalLM):
 
     def _check_stored_sequences(self, tokens: Any, logits: LogitsStore, name: str) -> None:
         sequences = getattr(tokens, "store", tokens)  # below the packing
-        keys = (sequence_key(item["input_ids"], item["labels"]) for item in map(sequences.__getitem__, range(len(sequences))))
+        keys = (
+            sequence_key(item["input_ids"], item["labels"])
+            for item in map(sequences.__getitem__, range(len(sequences)))
+        )
         missing = sum(key not in logits for key in keys)
         if missing:
             raise DataError(self._not_stored(f"{missing:,} of {len(sequences):,} sequences of the {name}", logits))
@@ -236,7 +239,8 @@ class Distillation(TeacherMixin, CausalLM):
 
     def derive_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Perplexity of the student on the data."""
-        return {"perplexity": math.exp(min(metrics["ce"], _LARGEST_EXPONENT))} if "ce" in metrics else {}
+        derived = super().derive_metrics({name: value for name, value in metrics.items() if name != "loss"})
+        return derived | ({"perplexity": math.exp(min(metrics["ce"], _LARGEST_EXPONENT))} if "ce" in metrics else {})
 
     def _distil(self, batch: Mapping[str, Tensor]) -> DistillationLoss:
         inputs = {name: batch[name] for name in INPUTS if name in batch}

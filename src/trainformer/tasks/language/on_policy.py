@@ -80,7 +80,7 @@ class PromptEncoder(Encoder):
         return f"prompts-{super().fingerprint()}"
 
     def _pieces_of(self, records: Sequence[Any], report: EncodingReport, context: ErrorContext) -> list[list[Encoded]]:
-        found = []
+        found: list[list[Encoded]] = []
         for place, record in enumerate(records):
             with context(place):
                 ids = self._prompt(record)
@@ -144,8 +144,9 @@ def complete_rows(
     places = torch.arange(width, device=ids.device)[None] - (width - lengths[:, None])
     prompts = torch.where(places >= 0, ids[rows].gather(1, places.clamp(min=0)), pad_id)
     device = next(model.parameters()).device  # the teacher may have one of its own
-    given = (tensor.to(device) for tensor in (prompts, (places >= 0).long(), batch["seeds"][rows]))
-    new = sample_tokens(model, *given, options, stop_ids=stop_ids, pad_id=pad_id, synced_gpus=sharded).to(ids.device)
+    prompts, given, seeds = (tensor.to(device) for tensor in (prompts, (places >= 0).long(), batch["seeds"][rows]))
+    ends: dict[str, Any] = {"stop_ids": stop_ids, "pad_id": pad_id, "synced_gpus": sharded}
+    new = sample_tokens(model, prompts, given, seeds, options, **ends).to(ids.device)
     if not bool(chosen.any()):
         return batch
     kept = completion_mask(new, stop_ids)

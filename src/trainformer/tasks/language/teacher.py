@@ -18,11 +18,11 @@ from trainformer.core.optional import require
 from trainformer.data.text.logits_store import LogitsStore, is_logits_folder
 from trainformer.losses.divergence import TeacherStates, TopLogProbs, check_tail
 from trainformer.models.language import OutputStates, load_model, load_tokenizer
-from trainformer.tasks.language.base import DTYPES
 from trainformer.tasks.language.reference import ReferenceMixin, is_base, model_digest
 
 logger = logging.getLogger("trainformer")
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _HOW = "a model, the name or folder of one, 'base', or a folder of teacher logits"
 _LATER = ""  # the digest of a teacher that was not loaded
 _LOADING = ("teacher_dtype", "teacher_bits", "teacher_device", "teacher_kwargs")
@@ -77,7 +77,9 @@ class TeacherMixin(ReferenceMixin):
             raise BadArgument(expected(f"teacher_dtype to be one of {', '.join(DTYPES)} or None", self.teacher_dtype))
         if self.teacher_bits not in (None, 4, 8):
             raise BadArgument(expected("teacher_bits to be 4, 8 or None", self.teacher_bits))
-        named = isinstance(self.teacher, str | Path) and not is_base(self.teacher) and not is_logits_folder(self.teacher)
+        named = (
+            isinstance(self.teacher, str | Path) and not is_base(self.teacher) and not is_logits_folder(self.teacher)
+        )
         for name in () if named else _LOADING:
             if getattr(self, name) and not (name == "teacher_device" and isinstance(self.teacher, nn.Module)):
                 do = f"Leave out {name}."
@@ -130,7 +132,7 @@ class TeacherMixin(ReferenceMixin):
             super()._build_reference(model)
         else:
             teacher = self._load_teacher(model)
-            self._check_vocabulary(teacher)
+            self._check_teacher_vocabulary(teacher)
             self._reference_digest = model_digest(teacher)
             if self.teacher_device is None:
                 self._reference = teacher
@@ -141,7 +143,11 @@ class TeacherMixin(ReferenceMixin):
         like = next(p.dtype for p in model.parameters() if p.is_floating_point())
         dtype = like if self.teacher_dtype is None else DTYPES[self.teacher_dtype]
         options = {**self._load_options(), **quantization(self.teacher_bits, dtype), **self.teacher_kwargs}
-        return load_model(self.teacher, self.kind, dtype=dtype, **options).requires_grad_(False).eval()
+        try:
+            teacher = load_model(self.teacher, self.kind, dtype=dtype, **options)
+        except BadArgument as error:
+            raise BadArgument(str(error).replace("model_name", "teacher")) from error
+        return teacher.requires_grad_(False).eval()
 
     def check_state(self, state: dict[str, Any]) -> None:
         if self._reference_digest == _LATER:
@@ -186,7 +192,7 @@ class TeacherMixin(ReferenceMixin):
 
     # -- vocabularies --------------------------------------------------------------------------------------
 
-    def _check_vocabulary(self, teacher: Any) -> None:
+    def _check_teacher_vocabulary(self, teacher: Any) -> None:
         """Refuse a teacher with another tokenizer. Rows beyond the tokenizer, which padding adds, may differ."""
         rows, size = teacher.get_output_embeddings().weight.shape[0], len(self.text_tokenizer)
         if teacher.get_input_embeddings().weight.shape[0] < size or rows < size:
@@ -209,16 +215,14 @@ class TeacherMixin(ReferenceMixin):
 
 
 def quantization(bits: int | None, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that load a model in 4 or 8 bits with bitsandbytes; `dtype` is that of products."""
+    """Arguments of `from_pretrained` that load a model in 4 or 8 bits; products are in `dtype`."""
     if bits is None:
         return {}
     require("bitsandbytes", "adapters", "to load a model in 4 or 8 bits")
     make = require("transformers", "text", "for language models").BitsAndBytesConfig
     if bits == 8:
         return {"quantization_config": make(load_in_8bit=True)}
-    return {
-        "quantization_config": make(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-    }
+    return {"quantization_config": make(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)}
 
 
 def check_same_tokenizer(student: Any, teacher: Any) -> None:

@@ -22,9 +22,8 @@ from trainformer.data.text.prepare import causal_tokens
 from trainformer.losses.numerics import check_positive, upcast
 from trainformer.models.language import OutputStates, ensure_pad_token, load_model, load_tokenizer
 from trainformer.models.modes import eval_mode
-from trainformer.tasks.language.base import DTYPES
 from trainformer.tasks.language.reference import model_digest
-from trainformer.tasks.language.teacher import quantization, vocabulary_digest
+from trainformer.tasks.language.teacher import DTYPES, quantization, vocabulary_digest
 
 logger = logging.getLogger("trainformer")
 
@@ -55,14 +54,23 @@ def save_teacher_logits(
 ) -> LogitsStore:
     """Store the `k` most probable next tokens of a teacher for every supervised token of the data, in `folder`.
 
-    `teacher` is a name, a folder or a model (then pass its `tokenizer`); `data` is what `CausalLM` accepts, or a
-    tuple of several. Pass `max_length`, `train_on`, `truncation` and `prompt_template` as in the task that will train on it,
-    and its `temperature`. A token takes ``4 * k`` bytes (``6 * k`` for vocabularies beyond 65,536; `stored_dtype` may
+    `teacher` is a name, a folder or a model (then pass its `tokenizer`); `data` is what `CausalLM` accepts, or a tuple
+    of several. `max_length`, `train_on`, `truncation`, `prompt_template` and `temperature` are those of the task that
+    will train on it. A token takes ``4 * k`` bytes (``6 * k`` for vocabularies beyond 65,536; `stored_dtype` may
     also be `"bf16"` or `"fp32"`).
 
     Sequences that the folder has already are not computed again, so a killed call can be repeated, and data can be
     added later. With several processes (`RANK` and `WORLD_SIZE`, as torchrun sets them) each takes its share. Rows of
     the output layer beyond the tokenizer are left out.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from trainformer.data import train_tokenizer
+    >>> tokenizer = train_tokenizer(["a b", "b c"], vocabulary=300)
+    >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> teacher = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
+    >>> where = getfixture("tmp_path")
+    >>> save_teacher_logits(teacher, ["a b", "b c"], where / "logits", k=4, tokenizer=tokenizer, cache_dir=where)
+    LogitsStore(2 sequences, 4 tokens, k=4)
     """
     _check(k, temperature, batch_size, dtype)
     tokens = load_tokenizer(_tokenizer_source(teacher, tokenizer))
@@ -77,10 +85,12 @@ def save_teacher_logits(
     info = LogitsInfo(
         model_digest(model), vocabulary_digest(tokens), size, min(k, size), float(temperature), stored_dtype
     )
-    encoding = {
+    encoding: dict[str, Any] = {
         "max_length": max_length, "train_on": train_on, "truncation": truncation, "prompt_template": prompt_template
     }  # fmt: skip
-    writer = LogitsWriter(folder, info, {**encoding, "teacher": str(teacher) if isinstance(teacher, str | Path) else ""})
+    writer = LogitsWriter(
+        folder, info, {**encoding, "teacher": str(teacher) if isinstance(teacher, str | Path) else ""}
+    )
     encoder = Encoder(tokens, **encoding)
     scorer = _Scorer(model, info, tokens.pad_token_id, place)
     for number, part in enumerate(data if isinstance(data, tuple) else (data,)):
