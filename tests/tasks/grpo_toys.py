@@ -120,4 +120,3 @@ def victim(kind: str, run_dir: str, folder: str = ".") -> None:
     trainer = make_trainer("several", task=task, callbacks=callbacks, **settings).fit()
     state = {name: value for name, value in trainer.task.model.state_dict().items() if "lora" in name}
     torch.save(state, f"{run_dir}.pt")
-

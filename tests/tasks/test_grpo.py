@@ -3,15 +3,15 @@
 import json
 import math
 
+import grpo_toys as toys
 import pytest
 import torch
+from grpo_toys import CASES, PROMPTS, make_task, make_trainer
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-import grpo_toys as toys
 import text_toys
 from forking import SERVER
-from grpo_toys import CASES, PROMPTS, make_task, make_trainer
 from ranks import on_ranks
 from trainformer.adapters import LoRA
 from trainformer.callbacks import RolloutSamples
@@ -137,7 +137,9 @@ def test_logs_and_samples(tmp_path):
     assert logged[0]["train/importance_ratio/min"] < 1 < logged[0]["train/importance_ratio/max"]
     # A schedule that ends with the last of four updates per step.
     assert logged[-1]["train/lr"] == pytest.approx(1e-2 / (4 * len(logged)))
-    assert trainer.best_metrics["val/reward"] == max(r["val/reward"] for r in trainer.state.log_history if "val/reward" in r)
+    assert trainer.best_metrics["val/reward"] == max(
+        r["val/reward"] for r in trainer.state.log_history if "val/reward" in r
+    )
     lines = [json.loads(line) for line in (trainer.run_folder / "records.jsonl").read_text().splitlines()]
     texts = [line for line in lines if line["kind"] == "text"]
     assert {line["key"] for line in texts} == {"train/rollouts", "val/rollouts"}
@@ -198,7 +200,8 @@ def test_reward_functions_get_what_they_ask_for():
     assert scored.parts[:, 1].tolist() == [len(rollout.tokens) for rollout in rollouts]
     assert seen["bonus"] == [float(i % 3) for i in range(4) for _ in range(3)]
     assert seen["prompts"][::3] == [record["prompt"] for record in PROMPTS[:4]]
-    assert seen["completions"] == [r.completion for r in rollouts] and all(isinstance(c, str) for c in seen["completions"])
+    assert seen["completions"] == [r.completion for r in rollouts]
+    assert all(isinstance(c, str) for c in seen["completions"])
 
 
 def test_a_reward_model_scores_prompt_and_completion(tmp_path):
@@ -217,7 +220,8 @@ def test_a_reward_model_scores_prompt_and_completion(tmp_path):
         assert float(judge(ids).logits) == pytest.approx(float(score), abs=1e-5)
     assert scored.total.std() > 0
     names = {name for name, _ in vars(task).items()}
-    assert "judge" in task.config_dict()["rewards"] and "_scorer" in names
+    assert "judge" in task.config_dict()["rewards"]
+    assert "_scorer" in names
 
 
 def test_the_overlong_penalty_is_that_of_dapo():
@@ -316,7 +320,9 @@ class Scripted:
             wrong = '{"name": "add", "arguments": {"a": 1}}'
             right = '{"name": "add", "arguments": {"a": 1, ' + b + "}}"
             call = wrong if "tool_call" not in text and "error" not in text else right
-            texts.append("It is 4.</s>" if text.endswith("4</s><|assistant|>") else f"<tool_call>{call}</tool_call></s>")
+            texts.append(
+                "It is 4.</s>" if text.endswith("4</s><|assistant|>") else f"<tool_call>{call}</tool_call></s>"
+            )
         tokens = [self.tokenizer(text)["input_ids"] for text in texts]
         return Generated(tokens, [[-1.5] * len(ids) for ids in tokens])
 
@@ -341,8 +347,11 @@ def test_tools_run_and_another_engine_may_sample():
     messages = answers[0]
     assert [message["role"] for message in messages] == ["assistant", "tool", "assistant", "tool", "assistant"]
     assert messages[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
-    assert "error" in messages[1]["content"] and messages[3]["content"] == "4" and messages[4]["content"] == "It is 4."
-    assert loss.metrics["tools/calls"] == (4.0, 2) and loss.metrics["tools/failures"] == (2.0, 4)
+    assert "error" in messages[1]["content"]
+    assert messages[3]["content"] == "4"
+    assert messages[4]["content"] == "It is 4."
+    assert loss.metrics["tools/calls"] == (4.0, 2)
+    assert loss.metrics["tools/failures"] == (2.0, 4)
     rollout = task.rollouts(batch)[0]
     ids = torch.tensor([[*rollout.prompt.ids, *rollout.tokens]])
     logs = task.model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
@@ -368,7 +377,8 @@ def test_a_judge_compares_pairs():
     )
     batch = batch_of(task)
     loss = task.train_step(batch)
-    assert float(loss.weight) == 3 and loss.metrics["skipped_pairs"] == (1.0, 4)
+    assert float(loss.weight) == 3
+    assert loss.metrics["skipped_pairs"] == (1.0, 4)
     rollouts = task.rollouts(batch)
     pairs, counts = task._pairs(task.score(rollouts))
     assert counts.tolist() == [False, True, True, True]
@@ -382,7 +392,8 @@ def test_the_best_and_the_worst_of_several_are_a_pair():
     batch_of(task)
     rewards = torch.tensor([[1.0, 3.0, math.nan, 0.0], [2.0] * 4, [math.nan] * 3 + [1.0]]).double().flatten()
     pairs, counts = task._pairs(Scored(rewards[:, None], rewards))
-    assert pairs[0].tolist() == [1, 3] and counts.tolist() == [True, False, False]
+    assert pairs[0].tolist() == [1, 3]
+    assert counts.tolist() == [True, False, False]
     assert pairs[1, 0] != pairs[1, 1]
 
 
@@ -479,7 +490,10 @@ def test_wrong_settings_rewards_and_judges():
         with pytest.raises(DataError) as error:
             task.train_step(batch_of(task))
         assert words in str(error.value)
-    for judge, words in ((lambda prompts, pairs: [0], "a list of 4"), (lambda prompts, pairs: [2] * 4, "0, 1, or None")):
+    for judge, words in (
+        (lambda prompts, pairs: [0], "a list of 4"),
+        (lambda prompts, pairs: [2] * 4, "0, 1, or None"),
+    ):
         task = OnlineDPO(toys.model(), tokenizer=text_toys.chat_tokenizer(), judge=judge, max_completion_length=4)
         with pytest.raises(DataError) as error:
             task.train_step(batch_of(task))
@@ -498,7 +512,9 @@ def test_long_prompts_are_left_out_of_training(caplog):
 
 
 def test_a_function_in_a_file_is_imported_when_it_is_needed(tmp_path, monkeypatch):
-    (tmp_path / "my_rewards.py").write_text("def short(completion_ids):\n    return [-len(ids) for ids in completion_ids]\n")
+    (tmp_path / "my_rewards.py").write_text(
+        "def short(completion_ids):\n    return [-len(ids) for ids in completion_ids]\n"
+    )
     task = make_task("dapo", rewards="my_rewards.py:short")
     batch = batch_of(task)
     with pytest.raises(BadArgument, match="not approved"):

@@ -153,9 +153,7 @@ class GRPO(RolloutTask):
         of_reward = self.loss == "rloo" and self.needs_reference
         return self.policy_scores(rows).log_probs if self.mini_batches > 1 or of_reward else None
 
-    def _advantages(
-        self, scored: Scored, rows: TokenRows, old: Tensor | None, reference: Tensor | None
-    ) -> Advantages:
+    def _advantages(self, scored: Scored, rows: TokenRows, old: Tensor | None, reference: Tensor | None) -> Advantages:
         assert self.scale_rewards is not None
         rewards = scored.total
         if self.loss == "rloo" and reference is not None and old is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -167,11 +167,16 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
         config = getattr(model.config, "text_config", model.config)
         self._limit = longest_sequence(model) or getattr(config, "max_position_embeddings", None)
         if self._limit is not None and self.max_length > self._limit:
-            what = f"max_prompt_length and max_completion_length of at most {self._limit} together, the model's positions"
+            what = (
+                f"max_prompt_length and max_completion_length of at most {self._limit} together, the model's positions"
+            )
             raise BadArgument(expected(what, f"{self.max_prompt_length} and {self.max_completion_length}"))
 
     def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
-        """A small learning rate, and the reward to monitor. Also refuses strategies with which the model cannot generate."""
+        """A small learning rate, and the reward to monitor.
+
+        Also refuses strategies with which the model cannot generate.
+        """
         strategy = settings.strategy
         name = strategy.get("name") if isinstance(strategy, Mapping) else getattr(strategy, "name", strategy)
         if name in _REFUSED:
@@ -344,8 +349,7 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
     def _choose_step(self) -> None:
         """Make `train_step` a generator if there are several updates per step. Call it from `__post_init__`."""
         if self.updates_per_step > 1:
-            self.train_step: Callable[..., Any] = self._yielding_step
-            self.configure_optimizers: Callable[..., Any] = self._one_optimizer
+            vars(self).update(train_step=self._yielding_step, configure_optimizers=self._one_optimizer)
 
     def train_step(self, batch: Mapping[str, Any]) -> Loss:
         """Sample completions, score them, and return the loss."""
@@ -430,7 +434,9 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
         first = {**batch, "seeds": batch["seeds"][:, :1]}
         rollouts = self.rollouts(first, self.eval_temperature)
         pad_id = self.text_tokenizer.pad_token_id
-        rows = [to_width(torch.tensor([r.tokens], dtype=torch.long), self.max_completion_length, pad_id) for r in rollouts]
+        rows = [
+            to_width(torch.tensor([r.tokens], dtype=torch.long), self.max_completion_length, pad_id) for r in rollouts
+        ]
         return {"generated": torch.cat(rows)}
 
     def config_dict(self) -> dict[str, Any]:
