@@ -14,6 +14,7 @@ from transformers import GPT2LMHeadModel
 import text_toys as toys
 from trainformer import Trainer
 from trainformer.adapters import LoRA
+from trainformer.data.order import sample_key, set_sample_key
 from trainformer.tasks import GRPO, OnlineDPO
 from trainformer.utils.distributed import is_dtensor
 
@@ -79,6 +80,17 @@ def results(rank: int, world: int) -> dict[str, Tensor]:
             trainer = make_trainer(case, strategy=strategy if world > 1 else "auto", run_dir=f"{case}-{strategy}").fit()
             made |= {f"{strategy} {case}/{name}": value for name, value in found(trainer).items()}
     return made
+
+
+def batch_of(task: Any, records: Any = None, train: bool = True) -> Any:
+    """All records as one batch, with the seeds of the first epoch."""
+    task.configure(None)
+    prepared = task.prepare_dataset(PROMPTS[:4] if records is None else records, train=train)
+    samples = []
+    for i in range(len(prepared)):
+        set_sample_key(sample_key(0, 0, i))
+        samples.append(prepared[i])
+    return task.collate_fn(samples)
 
 
 # -- a run that is killed ----------------------------------------------------------------------------------

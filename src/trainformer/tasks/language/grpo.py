@@ -16,7 +16,8 @@ from trainformer.losses.policy import POLICY_VARIANTS, importance_correction, po
 from trainformer.tasks.language.reference import is_base
 from trainformer.tasks.language.rollouts.advantages import SCALES, Advantages, group_advantages
 from trainformer.tasks.language.rollouts.rollout import Rollout
-from trainformer.tasks.language.rollouts.task import RolloutTask, Scored, TokenRows
+from trainformer.tasks.language.rollouts.rows import Scored, TokenRows
+from trainformer.tasks.language.rollouts.task import RolloutTask
 from trainformer.utils.distributed import gather_rows
 
 _SCALES = {"dr_grpo": "none", "rloo": "none"}  # of the variants; otherwise "group"

@@ -15,7 +15,8 @@ from trainformer.losses.numerics import check_positive
 from trainformer.losses.preference import dpo_loss, preference_rewards
 from trainformer.tasks.language.rollouts.rewards import Rewards
 from trainformer.tasks.language.rollouts.rollout import Rollout
-from trainformer.tasks.language.rollouts.task import RolloutTask, Scored
+from trainformer.tasks.language.rollouts.rows import Scored
+from trainformer.tasks.language.rollouts.task import RolloutTask
 
 _LOSSES = ("sigmoid", "ipo", "hinge")
 

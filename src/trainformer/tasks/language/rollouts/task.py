@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,43 +34,12 @@ from trainformer.tasks.language.rollouts.generation import (
 )
 from trainformer.tasks.language.rollouts.rewards import Rewards
 from trainformer.tasks.language.rollouts.rollout import Rollout, RolloutMaker
+from trainformer.tasks.language.rollouts.rows import Scored, TokenRows
 from trainformer.tasks.language.rollouts.samples import sample_of
 from trainformer.tasks.language.rollouts.sampling import SamplingOptions
 from trainformer.utils.distributed import is_padding
 
 _REFUSED = ("pipeline", "deepspeed", "tensor_parallel", "tp")  # they split the model that has to generate
-
-
-class Scored(NamedTuple):
-    """Rewards of each function (B, F) and in total (B,), in float64; NaN where there is none."""
-
-    parts: Tensor
-    total: Tensor
-
-
-class TokenRows(NamedTuple):
-    """Prompts with their completions, padded on the right; labels are -100 but at tokens that the model wrote.
-
-    `sampled` (B, T - 1) are the log probabilities of the engine that sampled, if it was another one.
-    """
-
-    input_ids: Tensor
-    labels: Tensor
-    sampled: Tensor | None = None
-
-    @property
-    def targets(self) -> Tensor:
-        """The token that each position predicts, or -100 (B, T - 1)."""
-        return self.labels[:, 1:]
-
-    @property
-    def mask(self) -> Tensor:
-        """Which of them the model wrote."""
-        return self.targets != IGNORE_INDEX
-
-    def take(self, rows: Tensor) -> TokenRows:
-        """Some of the rows."""
-        return TokenRows(*(None if tensor is None else tensor[rows] for tensor in self))  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)
