@@ -79,6 +79,12 @@ class OnlineDPO(RolloutTask):
             defaults |= {"monitor_metric": "val/truncated", "monitor_mode": "min"}
         return defaults
 
+    @classmethod
+    def stand_ins(cls, opaque: Collection[str]) -> dict[str, Any]:
+        """Also of a judge."""
+        found = super().stand_ins(opaque)
+        return {**found, "judge": lambda prompts, completions: [None] * len(prompts)} if "judge" in opaque else found
+
     # -- steps ---------------------------------------------------------------------------------------------
 
     def _losses(self, batch: Mapping[str, Any]) -> Iterator[Loss]:

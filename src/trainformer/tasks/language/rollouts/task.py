@@ -408,6 +408,12 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
         ]
         return {"generated": torch.cat(rows)}
 
+    @classmethod
+    def stand_ins(cls, opaque: Collection[str]) -> dict[str, Any]:
+        """Arguments for a model that is loaded to predict, where functions and objects could not be recorded."""
+        found: dict[str, Any] = {"generator": None} if "generator" in opaque else {}
+        return found | ({"rewards": _not_loaded, "reward_weights": None} if "rewards" in opaque else {})
+
     def config_dict(self) -> dict[str, Any]:
         """Return the arguments; functions and objects by their names."""
         config = super().config_dict()
@@ -419,6 +425,12 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
     def check_batch(self, batch: Any) -> list[str]:
         prompts: Sequence[Prompt] = batch["prompts"]
         return [] if all(prompt.ids for prompt in prompts) else ["A prompt of the batch has no tokens."]
+
+
+def _not_loaded(completions: Any) -> Any:
+    """In place of rewards that were functions of the program that trained."""
+    do = "Make the task yourself and pass it: trainformer.load(folder, task=GRPO(..., rewards=...))."
+    raise BadArgument(expected("rewards to score completions", "a loaded model without them", do))
 
 
 def _described(value: Any) -> Any:
