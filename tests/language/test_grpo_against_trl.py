@@ -152,7 +152,10 @@ def test_online_dpo_is_the_formula_of_trl(model, tokenizer, tmp_path):
     losses = []
     for pair in zip(rollouts[::2], rollouts[1::2], strict=True):
         rewards = length([r.completion for r in pair], [r.prompt.columns["bonus"] for r in pair])
-        rewards = [reward - 2.0 * (len(r.tokens) == LONGEST and r.tokens[-1] not in made.stop_ids) for reward, r in zip(rewards, pair, strict=True)]
+        rewards = [
+            reward - 2.0 * (len(r.tokens) == LONGEST and r.tokens[-1] not in made.stop_ids)
+            for reward, r in zip(rewards, pair, strict=True)
+        ]
         chosen, rejected = pair if rewards[0] >= rewards[1] else pair[::-1]
         margins = [log_prob(m, chosen) - log_prob(m, rejected) for m in (made.model, model)]
         losses.append(-F.logsigmoid(0.3 * (margins[0] - margins[1])))

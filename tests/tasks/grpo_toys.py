@@ -14,6 +14,7 @@ from transformers import GPT2LMHeadModel
 import text_toys as toys
 from trainformer import Trainer
 from trainformer.adapters import LoRA
+from trainformer.data.order import sample_key, set_sample_key
 from trainformer.tasks import GRPO, OnlineDPO
 from trainformer.utils.distributed import is_dtensor
 
@@ -81,6 +82,17 @@ def results(rank: int, world: int) -> dict[str, Tensor]:
     return made
 
 
+def batch_of(task: Any, records: Any = None, train: bool = True) -> Any:
+    """All records as one batch, with the seeds of the first epoch."""
+    task.configure(None)
+    prepared = task.prepare_dataset(PROMPTS[:4] if records is None else records, train=train)
+    samples = []
+    for i in range(len(prepared)):
+        set_sample_key(sample_key(0, 0, i))
+        samples.append(prepared[i])
+    return task.collate_fn(samples)
+
+
 # -- a run that is killed ----------------------------------------------------------------------------------
 
 
@@ -120,4 +132,3 @@ def victim(kind: str, run_dir: str, folder: str = ".") -> None:
     trainer = make_trainer("several", task=task, callbacks=callbacks, **settings).fit()
     state = {name: value for name, value in trainer.task.model.state_dict().items() if "lora" in name}
     torch.save(state, f"{run_dir}.pt")
-

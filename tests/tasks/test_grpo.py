@@ -3,40 +3,28 @@
 import json
 import math
 
+import grpo_toys as toys
 import pytest
 import torch
+from grpo_toys import CASES, PROMPTS, batch_of, make_task, make_trainer
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-import grpo_toys as toys
 import text_toys
+import trainformer
 from forking import SERVER
-from grpo_toys import CASES, PROMPTS, make_task, make_trainer
 from ranks import on_ranks
 from trainformer.adapters import LoRA
 from trainformer.callbacks import RolloutSamples
-from trainformer.core.errors import BadArgument, DataError
-from trainformer.data.order import sample_key, set_sample_key
-from trainformer.tasks import GRPO, OnlineDPO
+from trainformer.tasks import OnlineDPO
 from trainformer.tasks.language.rollouts.rewards import Rewards, overlong_penalty
-from trainformer.tasks.language.rollouts.task import Scored
+from trainformer.tasks.language.rollouts.rows import Scored
 
 
 def close(a, b):
     assert a.keys() == b.keys()
     for name in a:
         torch.testing.assert_close(a[name].double(), b[name].double(), rtol=1e-8, atol=1e-9, msg=name)
-
-
-def batch_of(task, records=None, train=True):
-    """All records as one batch, with the seeds of the first epoch."""
-    task.configure(None)
-    prepared = task.prepare_dataset(PROMPTS[:4] if records is None else records, train=train)
-    samples = []
-    for i in range(len(prepared)):
-        set_sample_key(sample_key(0, 0, i))
-        samples.append(prepared[i])
-    return task.collate_fn(samples)
 
 
 # -- promises ----------------------------------------------------------------------------------------------
@@ -137,7 +125,9 @@ def test_logs_and_samples(tmp_path):
     assert logged[0]["train/importance_ratio/min"] < 1 < logged[0]["train/importance_ratio/max"]
     # A schedule that ends with the last of four updates per step.
     assert logged[-1]["train/lr"] == pytest.approx(1e-2 / (4 * len(logged)))
-    assert trainer.best_metrics["val/reward"] == max(r["val/reward"] for r in trainer.state.log_history if "val/reward" in r)
+    assert trainer.best_metrics["val/reward"] == max(
+        r["val/reward"] for r in trainer.state.log_history if "val/reward" in r
+    )
     lines = [json.loads(line) for line in (trainer.run_folder / "records.jsonl").read_text().splitlines()]
     texts = [line for line in lines if line["kind"] == "text"]
     assert {line["key"] for line in texts} == {"train/rollouts", "val/rollouts"}
@@ -165,16 +155,26 @@ def test_groups_of_equal_rewards_are_counted_and_can_be_left_out():
     assert (int(loss.weight), int(shorter.weight)) == (sum(lengths), sum(lengths[6:]))
     nothing = make_task("dr_grpo", rewards=lambda completions: [None] * len(completions), loss="dapo")
     empty = nothing.train_step(batch_of(nothing))
-    assert float(empty.sum) == float(empty.weight) == 0
+    assert float(empty.sum.detach()) == float(empty.weight) == 0
     empty.sum.backward()
 
 
 def test_predictions_and_evaluation():
-    trainer = make_trainer("dapo", task=make_task("dapo", eval_generations=2, eval_temperature=1.0))
+    toys.model(torch.float32).save_pretrained("model")
+    text_toys.chat_tokenizer().save_pretrained("model")
+    trainer = make_trainer(
+        "dapo", task=make_task("dapo", "model", beta=0.0, eval_generations=2, eval_temperature=1.0), save_every=3
+    )
     found = trainer.predict([{"prompt": record["prompt"]} for record in PROMPTS[:3]])
     assert [len(row["generated"]) for row in found] == [8, 8, 8]
     first, again = trainer.evaluate(), trainer.evaluate()
     assert first == again
+    trainer.fit()
+    loaded = trainformer.load(text_toys.checkpoint_of(trainer))  # without the reward function
+    texts = [row["text"] for row in loaded.predict([{"prompt": record["prompt"]} for record in PROMPTS[:3]])]
+    assert texts == trainer.task.text_tokenizer.batch_decode(
+        [row["generated"] for row in trainer.predict(PROMPTS[:3])], skip_special_tokens=True
+    )
     assert trainer.check().ok
 
 
@@ -198,7 +198,8 @@ def test_reward_functions_get_what_they_ask_for():
     assert scored.parts[:, 1].tolist() == [len(rollout.tokens) for rollout in rollouts]
     assert seen["bonus"] == [float(i % 3) for i in range(4) for _ in range(3)]
     assert seen["prompts"][::3] == [record["prompt"] for record in PROMPTS[:4]]
-    assert seen["completions"] == [r.completion for r in rollouts] and all(isinstance(c, str) for c in seen["completions"])
+    assert seen["completions"] == [r.completion for r in rollouts]
+    assert all(isinstance(c, str) for c in seen["completions"])
 
 
 def test_a_reward_model_scores_prompt_and_completion(tmp_path):
@@ -217,7 +218,8 @@ def test_a_reward_model_scores_prompt_and_completion(tmp_path):
         assert float(judge(ids).logits) == pytest.approx(float(score), abs=1e-5)
     assert scored.total.std() > 0
     names = {name for name, _ in vars(task).items()}
-    assert "judge" in task.config_dict()["rewards"] and "_scorer" in names
+    assert "judge" in task.config_dict()["rewards"]
+    assert "_scorer" in names
 
 
 def test_the_overlong_penalty_is_that_of_dapo():
@@ -225,135 +227,6 @@ def test_the_overlong_penalty_is_that_of_dapo():
     assert penalty(completion_ids=[[0] * n for n in (1, 5, 6, 7, 8, 9)]) == [0, 0, -1 / 3, -2 / 3, -1, -1]
     assert math.copysign(1, penalty(completion_ids=[[0]])[0]) == 1
     assert Rewards([penalty]).names == ["overlong"]
-
-
-# -- environments and tools --------------------------------------------------------------------------------
-
-
-class Guess:
-    """Says how many letters were wrong, and pays for each turn; over after three turns."""
-
-    def reset(self, prompt, columns):
-        self.turns = 0
-        self.hint = columns["bonus"]
-        return f" hint {self.hint}"
-
-    def step(self, completion):
-        self.turns += 1
-        observation = None if self.turns == 3 else f" wrong {self.turns}"
-        return observation, self.turns + self.hint
-
-
-@pytest.mark.parametrize("kind", ["text", "chat"])
-def test_an_environment_answers_and_its_words_are_not_trained_on(kind):
-    records = [
-        {**record, "prompt": record["prompt"] if kind == "text" else [{"role": "user", "content": record["prompt"]}]}
-        for record in PROMPTS[:4]
-    ]
-    task = make_task("dapo", rewards=None, environment=Guess, max_completion_length=40, beta=0.0)
-    batch = batch_of(task, records)
-    rollouts = task.rollouts(batch)
-    tokenizer = task.text_tokenizer
-    full = [rollout for rollout in rollouts if rollout.turns == 3]
-    assert len(full) > 3
-    for rollout in full:
-        assert rollout.reward == 6 + 3 * rollout.environment.hint
-        seen = [token for token, own in zip(rollout.tokens, rollout.mask, strict=True) if not own]
-        shown = tokenizer.decode(seen)
-        if kind == "text":
-            assert shown == " wrong 1 wrong 2"
-            assert rollout.prompt.prompt.endswith(f"hint {rollout.environment.hint}")
-        else:
-            assert shown == "<|user|> wrong 1</s><|assistant|><|user|> wrong 2</s><|assistant|>"
-            assert [message["role"] for message in rollout.completion] == ["assistant", "user"] * 2 + ["assistant"]
-            assert rollout.prompt.prompt[-1]["content"].endswith(f"hint {rollout.environment.hint}")
-    rows = task.rows_of(rollouts)
-    assert int(rows.mask.sum()) == sum(rollout.length for rollout in rollouts) < int((rows.input_ids > -1).sum())
-    # Turn by turn, the same tokens as a conversation that one knew beforehand: random numbers go on.
-    assert [r.tokens for r in task.rollouts(batch)] == [r.tokens for r in rollouts]
-    limited = make_task("dapo", rewards=None, environment=Guess(), max_completion_length=40, max_turns=1)
-    assert {rollout.turns for rollout in limited.rollouts(batch_of(limited, records))} == {1}
-    loss = task.train_step(batch)
-    assert loss.metrics["turns"][0] == sum(rollout.turns for rollout in rollouts)
-    assert int(loss.weight) == int(rows.mask.sum())
-
-
-TOOL_TEMPLATE = (
-    "{% if tools %}<|system|>{{ tools | length }} tools</s>{% endif %}"
-    "{% for m in messages %}<|{{ m['role'] if m['role'] != 'tool' else 'user' }}|>{{ m['content'] }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: The first.
-        b: The second.
-    """
-    return a + b
-
-
-class Scripted:
-    """A generator that calls a tool twice, once wrongly, and then answers."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-        self.synced = 0
-
-    def update_weights(self, model):
-        self.synced += 1
-
-    def generate(self, prompts, seeds, options, *, stop_ids, drawn):
-        from trainformer.tasks.language.rollouts.generation import Generated
-
-        texts = []
-        for ids in prompts:
-            text = self.tokenizer.decode(ids)
-            b = '"b": 2' if "error" not in text else '"b": 3'
-            wrong = '{"name": "add", "arguments": {"a": 1}}'
-            right = '{"name": "add", "arguments": {"a": 1, ' + b + "}}"
-            call = wrong if "tool_call" not in text and "error" not in text else right
-            texts.append("It is 4.</s>" if text.endswith("4</s><|assistant|>") else f"<tool_call>{call}</tool_call></s>")
-        tokens = [self.tokenizer(text)["input_ids"] for text in texts]
-        return Generated(tokens, [[-1.5] * len(ids) for ids in tokens])
-
-
-def test_tools_run_and_another_engine_may_sample():
-    tokenizer = text_toys.chat_tokenizer(TOOL_TEMPLATE)
-    config = text_toys.llama(max_position_embeddings=512)
-    answers = []
-
-    def right(completions):
-        answers.extend(completions)
-        return [float("4" in messages[-1]["content"]) + i % 2 for i, messages in enumerate(completions)]
-
-    task = GRPO(
-        config, tokenizer=tokenizer, rewards=right, tools=[add], generator=Scripted(tokenizer), num_generations=2,
-        max_completion_length=400, cache_dir="tokens",
-    )  # fmt: skip
-    records = [{"prompt": [{"role": "user", "content": "1 + 3?"}]}]
-    batch = batch_of(task, records)
-    assert tokenizer.decode(batch["prompts"][0].ids).startswith("<|system|>1 tools</s><|user|>1 + 3?</s>")
-    loss = task.train_step(batch)
-    messages = answers[0]
-    assert [message["role"] for message in messages] == ["assistant", "tool", "assistant", "tool", "assistant"]
-    assert messages[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
-    assert "error" in messages[1]["content"] and messages[3]["content"] == "4" and messages[4]["content"] == "It is 4."
-    assert loss.metrics["tools/calls"] == (4.0, 2) and loss.metrics["tools/failures"] == (2.0, 4)
-    rollout = task.rollouts(batch)[0]
-    ids = torch.tensor([[*rollout.prompt.ids, *rollout.tokens]])
-    logs = task.model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    own = torch.tensor([False] * (len(rollout.prompt.ids) - 1) + rollout.mask)
-    wanted = (logs[own] + 1.5).abs().mean()
-    total, count = loss.metrics["sampling/logp_difference"]
-    assert float(total / count) == pytest.approx(float(wanted), rel=1e-4)
-    weight = float((logs[own] + 1.5).sum().exp().clamp(max=3.0))
-    total, count = loss.metrics["sampling/correction"]
-    assert float(total / count) == pytest.approx(weight, abs=1e-6)
-    assert task.generator.synced == 1  # the weights have not changed since
 
 
 # -- Online DPO --------------------------------------------------------------------------------------------
@@ -368,7 +241,8 @@ def test_a_judge_compares_pairs():
     )
     batch = batch_of(task)
     loss = task.train_step(batch)
-    assert float(loss.weight) == 3 and loss.metrics["skipped_pairs"] == (1.0, 4)
+    assert float(loss.weight) == 3
+    assert loss.metrics["skipped_pairs"] == (1.0, 4)
     rollouts = task.rollouts(batch)
     pairs, counts = task._pairs(task.score(rollouts))
     assert counts.tolist() == [False, True, True, True]
@@ -382,7 +256,8 @@ def test_the_best_and_the_worst_of_several_are_a_pair():
     batch_of(task)
     rewards = torch.tensor([[1.0, 3.0, math.nan, 0.0], [2.0] * 4, [math.nan] * 3 + [1.0]]).double().flatten()
     pairs, counts = task._pairs(Scored(rewards[:, None], rewards))
-    assert pairs[0].tolist() == [1, 3] and counts.tolist() == [True, False, False]
+    assert pairs[0].tolist() == [1, 3]
+    assert counts.tolist() == [True, False, False]
     assert pairs[1, 0] != pairs[1, 1]
 
 
@@ -394,117 +269,6 @@ def test_training_raises_the_reward():
 
     for case, options in (("dapo", {"num_generations": 6}), ("online", {"missing_eos_penalty": None})):
         task = make_task(case, toys.model(torch.float32), rewards=short, **options)
-        trainer = make_trainer(case, task=task, batch_size=8, max_steps=20, lr=5e-3, run_dir=case).fit()
+        trainer = make_trainer(case, task=task, batch_size=8, max_steps=20, lr=5e-3, run_dir=case, eval_every=99).fit()
         rewards = [record["train/reward"] for record in trainer.state.log_history if "train/reward" in record]
         assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 1.5
-
-
-# -- mistakes ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"rewards": None}, "rewards, or an environment"),
-        ({"rewards": 3}, "a function, a reward model"),
-        ({"rewards": int}, "a function, a reward model"),
-        ({"rewards": "missing.py:reward"}, "the file of a function"),
-        ({"reward_weights": [1.0, 2.0]}, "one number in reward_weights"),
-        ({"num_generations": 1}, "num_generations"),
-        ({"loss": "dappo"}, "Did you mean 'dapo'"),
-        ({"temperature": 0}, "temperature to be positive"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"epsilon": 0}, "epsilon"),
-        ({"epsilon_high": -1}, "epsilon_high"),
-        ({"delta": 1.1}, "delta greater than"),
-        ({"beta": -0.1}, "beta to be 0"),
-        ({"beta": 0.0, "reference": "other"}, "no reference with beta=0"),
-        ({"scale_rewards": "groups"}, "scale_rewards"),
-        ({"importance_level": "word"}, "importance_level"),
-        ({"mini_batches": 0}, "mini_batches"),
-        ({"max_turns": 2}, "max_turns with tools"),
-        ({"tools": [add], "environment": Guess}, "tools or an environment"),
-        ({"tools": [lambda x: x]}, "type hint"),
-        ({"tools": ["add"]}, "Python functions"),
-        ({"environment": 3}, "reset"),
-        ({"environment": dict}, "reset and step"),
-        ({"generator": object()}, "generate"),
-        ({"top_entropy_quantile": 0.0}, "top_entropy_quantile"),
-        ({"max_completion_length": 0}, "max_completion_length"),
-        ({"log_samples": -1}, "log_samples"),
-    ],
-)
-def test_wrong_arguments(options, words):
-    with pytest.raises(BadArgument, match="Expected") as error:
-        make_task("dapo", **options)
-    assert words in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("records", "words"),
-    [
-        ([{"text": "a"}], "records with a prompt"),
-        ([{"prompt": "a"}, {"question": "b"}], "record 1"),
-        ([{"prompt": "a"}, {"prompt": [{"role": "user", "content": "b"}]}], "prompts of one kind"),
-        ([{"prompt": "a"}, {"prompt": ""}], "at least one character"),
-        ([{"prompt": 3}], "a text or a list of messages"),
-        ([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}], "an answer"),
-        ([{"prompt": "word " * 80}], "at most 56 tokens"),
-    ],
-)
-def test_wrong_records(records, words):
-    task = make_task("dapo", rewards=lambda completions: [0.0] * len(completions))
-    with pytest.raises(DataError) as error:
-        batch_of(task, records)
-    assert words in str(error.value)
-
-
-def test_wrong_settings_rewards_and_judges():
-    for settings, words in (
-        ({"strategy": "pipeline"}, "strategy 'ddp' or 'fsdp'"),
-        ({"accumulation_steps": 2, "task": make_task("batch")}, "no gradient accumulation"),
-        ({"batch_size": 1, "task": make_task("several")}, "mini_batches"),
-    ):
-        with pytest.raises(BadArgument) as error:
-            make_trainer("dapo", **settings)
-        assert words in str(error.value)
-    for function, words in (
-        (lambda completions: [1.0], "a list of 12 numbers"),
-        (lambda completions: 1.0, "a list of 12 numbers"),
-        (lambda completions: [math.nan] * len(completions), "finite numbers"),
-        (lambda completions: ["good"] * len(completions), "finite numbers"),
-        (lambda completions, answer: [1.0] * len(completions), "columns of the data"),
-    ):
-        task = make_task("dapo", rewards=function)
-        with pytest.raises(DataError) as error:
-            task.train_step(batch_of(task))
-        assert words in str(error.value)
-    for judge, words in ((lambda prompts, pairs: [0], "a list of 4"), (lambda prompts, pairs: [2] * 4, "0, 1, or None")):
-        task = OnlineDPO(toys.model(), tokenizer=text_toys.chat_tokenizer(), judge=judge, max_completion_length=4)
-        with pytest.raises(DataError) as error:
-            task.train_step(batch_of(task))
-        assert words in str(error.value)
-    with pytest.raises(BadArgument, match="a judge alone"):
-        OnlineDPO(toys.model(), judge=lambda prompts, pairs: [0], rewards=toys.length)
-    with pytest.raises(BadArgument, match="positions"):
-        make_trainer("dapo", task=make_task("dapo", max_prompt_length=60))
-
-
-def test_long_prompts_are_left_out_of_training(caplog):
-    records = [*PROMPTS[:3], {"prompt": "word " * 80, "bonus": 0.0}]
-    batch = batch_of(make_task("dapo"), records)
-    assert len(batch["prompts"]) == 3
-    assert "1 of 4 prompts" in caplog.text
-
-
-def test_a_function_in_a_file_is_imported_when_it_is_needed(tmp_path, monkeypatch):
-    (tmp_path / "my_rewards.py").write_text("def short(completion_ids):\n    return [-len(ids) for ids in completion_ids]\n")
-    task = make_task("dapo", rewards="my_rewards.py:short")
-    batch = batch_of(task)
-    with pytest.raises(BadArgument, match="not approved"):
-        task.train_step(batch)
-    monkeypatch.setenv("TRAINFORMER_TRUST", "my_rewards")
-    loss = task.train_step(batch)
-    total, count = loss.metrics["reward"]
-    assert float(total / count) < 0
-    assert task.config_dict()["rewards"] == "my_rewards.py:short"

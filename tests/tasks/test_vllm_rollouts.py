@@ -5,12 +5,12 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import grpo_toys as toys
 import pytest
 import torch
+from grpo_toys import make_task, make_trainer
 from transformers import AutoModelForCausalLM
 
-import grpo_toys as toys
-from grpo_toys import make_task, make_trainer
 from trainformer.adapters import LoRA
 from trainformer.core.errors import BadArgument, MissingDependency, TrainformerError
 from trainformer.tasks.language.rollouts import VLLMEngine, VLLMServer
@@ -39,10 +39,10 @@ class Answer(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def do_GET(self):  # noqa: N802
+    def do_GET(self):
         self.reply({"data": [{"id": "base"}]})
 
-    def do_POST(self):  # noqa: N802
+    def do_POST(self):
         server = self.server
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server.calls.append((self.path, body))
@@ -107,7 +107,9 @@ def test_a_server_samples_with_the_weights_of_each_step(server):
     assert paths.count("/collective_rpc") == paths.count("/reset_prefix_cache") == 4  # three steps, and the evaluation
     asked = [body for path, body in server.calls if path == "/v1/completions"]
     assert len({body["seed"] for body in asked[:18]}) == 18
-    assert asked[0]["top_k"] == 200 and asked[0]["max_tokens"] == 8 and 1 in asked[0]["stop_token_ids"]
+    assert asked[0]["top_k"] == 200
+    assert asked[0]["max_tokens"] == 8
+    assert 1 in asked[0]["stop_token_ids"]
     before = toys.model(torch.float32).state_dict()
     assert any(not torch.equal(value, before[name]) for name, value in server.model.state_dict().items())
 
@@ -118,7 +120,8 @@ def test_adapters_get_a_new_name_with_each_update(server):
     assert loaded == ["policy-1", "policy-2", "policy-3"]
     assert server.names == {"base", "policy-3"}
     used = [body["model"] for path, body in server.calls if path == "/v1/completions"]
-    assert used[0] == "policy-1" and used[-1] == "policy-3"
+    assert used[0] == "policy-1"
+    assert used[-1] == "policy-3"
 
 
 def test_a_server_that_fails_is_an_error_that_says_so(server):
@@ -129,7 +132,7 @@ def test_a_server_that_fails_is_an_error_that_says_so(server):
     with pytest.raises(TrainformerError, match="token_ids"):
         generator.generate([[5]], [1], sampling, **options)
     server.fails = True
-    with pytest.raises(TrainformerError, match="status 404.*no such adapter"):
+    with pytest.raises(TrainformerError, match=r"status 404.*no such adapter"):
         generator.generate([[5]], [1], sampling, **options)
     nobody = VLLMServer("http://127.0.0.1:9", weights="w", timeout=2)
     with pytest.raises(TrainformerError, match="does not answer"):

@@ -27,6 +27,8 @@ from trainformer.cli.output import (
     variables_of,
 )
 from trainformer.config import load_config
+from trainformer.config.nodes import everything_in
+from trainformer.config.trust import import_named
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
 if TYPE_CHECKING:
@@ -46,9 +48,20 @@ def _train(args: argparse.Namespace) -> None:
     if args.dry_run:
         print(recipes.text_of(args.config), end="")
         return
+    _approve_functions(args.config["trainer"])
     trainer = recipes.build(args.config["trainer"], trust=args.trust)
     recipes.keep(trainer, args.config)
     trainer.fit()
+
+
+def _approve_functions(part: Any) -> None:
+    """Import the files of functions that were typed (``--rewards=file.py:name``), which approves their code."""
+    for value in everything_in(part):
+        if isinstance(value, str) and ".py:" in value:
+            from trainformer.tasks.language.rollouts.rewards import is_function_path, module_of
+
+            if is_function_path(value):
+                import_named(module_of(value), value)
 
 
 def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +71,7 @@ def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _check(args: argparse.Namespace) -> int:
     """Build the trainer and check it; 1 if something would go wrong."""
+    _approve_functions(args.config["trainer"])
     with stdout_to_stderr() if args.json else contextlib.nullcontext():
         report = recipes.build(args.config["trainer"], trust=args.trust).check(raise_on_failure=False)
     if args.json:

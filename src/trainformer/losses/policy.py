@@ -121,10 +121,10 @@ def policy_loss(
     `mask` (B, T) marks tokens of the policy. The ratio of new to old probabilities is clipped to 1 - `epsilon` and
     1 + `epsilon_high` (default: `epsilon`), and from above to `delta` where that would not. With ``level="sequence"``
     the ratio is the geometric mean over the tokens of a sequence (GSPO). `beta` weights the KL divergence from
-    `reference_log_probs`; with `unbiased_kl` its terms are multiplied by the ratio, which makes its gradient that of the
-    KL divergence (DeepSeek-V3.2). `correction` multiplies the loss of each token (or of each sequence), for samples of another
-    distribution than that of `old_log_probs`. Only tokens in `token_mask` get a policy gradient; rows outside of
-    `row_mask` count for nothing.
+    `reference_log_probs`; with `unbiased_kl` its terms are multiplied by the ratio, which makes its gradient that of
+    the KL divergence (DeepSeek-V3.2). `correction` multiplies the loss of each token (or of each sequence), for samples
+    of another distribution than that of `old_log_probs`. Only tokens in `token_mask` get a policy gradient; rows
+    outside of `row_mask` count for nothing.
 
     Variants differ in the weight: tokens (`"dapo"`, `"bnpo"`, `"cispo"`), sequences (`"grpo"`: the mean over tokens of
     each; `"luspo"`: the sum; `"sapo"`, `"rloo"`), or `max_length` tokens per sequence (`"dr_grpo"`). `"rloo"` takes the
@@ -187,7 +187,8 @@ def _surrogate(
         largest = _CISPO_MAXIMUM if epsilon_high is None else epsilon_high
         return -ratio.clamp(max=largest).detach() * advantages * log_probs, low, high
     if variant == "sapo":
-        temperature = torch.where(advantages > 0, *(torch.full_like(advantages, t) for t in _SAPO_TEMPERATURES))
+        positive, negative = (torch.full_like(advantages, t) for t in _SAPO_TEMPERATURES)
+        temperature = torch.where(advantages > 0, positive, negative)
         return -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages, low, high
     clipped = ratio.clamp(1 - epsilon, 1 + upper)
     bounded = ratio if delta is None else ratio.clamp(max=delta)

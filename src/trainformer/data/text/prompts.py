@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +61,8 @@ class PromptRecords(_RecordsView):
         first = self._records[0]
         self._key = None if prompt_template is not None else _prompt_key(first)
         self._is_chat: bool | None = None
-        self._is_chat = self[0].is_chat
+        found: Any = self[0]
+        self._is_chat = found.is_chat
         self.fingerprint = self._fingerprint_with("prompts", prompt_template)
 
     def _convert(self, record: Any) -> Prompt:  # type: ignore[override]
@@ -163,8 +165,6 @@ class PromptEncoder(Encoder):
         return pieces
 
     def fingerprint(self) -> str:
-        import json
-
         return f"prompts-{json.dumps(self.tools, sort_keys=True, default=str)}-{super().fingerprint()}"
 
 
@@ -189,9 +189,9 @@ class Prompts(IndexedDataset):
         cache_dir: str | Path | None = None,
         name: str = "data",
     ) -> None:
-        self.records = records
+        self.records: Any = records
         self.generations = generations
-        self.store = tokenize(records, encoder, cache_dir=cache_dir, name=name)
+        self.store = tokenize(self.records, encoder, cache_dir=cache_dir, name=name)
         assert len(self.store) == len(records)
         fits = self.store.lengths <= (max_tokens or np.inf)
         if not fits.all():
@@ -216,7 +216,7 @@ class Prompts(IndexedDataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         place = int(self._kept[normalize_index(index, len(self))])
-        found: Any = self.records[place]
+        found: Prompt = self.records[place]
         ids = tuple(self.store[place]["input_ids"].tolist())
         seeds = sample_rng().integers(0, 2**63 - 1, size=self.generations)
         return {"prompt": Prompt(found.prompt, ids, found.columns, found.tools, found.options), "seeds": seeds}

@@ -113,6 +113,8 @@ class TaskRecord:
                 f"Expected a task of trainformer or of an installed package, received {self.module}.{self.task}. Make "
                 f"it yourself and pass it: trainformer.load(folder, task={self.task}(...))."
             )
+        stand_ins = kind.stand_ins(self.opaque) if hasattr(kind, "stand_ins") else {}
+        changes = {**stand_ins, **changes}
         missing = {name: what for name, what in self.opaque.items() if name not in changes}
         if missing:
             listed = ", ".join(f"{name} (a {what})" for name, what in missing.items())

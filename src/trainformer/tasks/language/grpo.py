@@ -16,7 +16,8 @@ from trainformer.losses.policy import POLICY_VARIANTS, importance_correction, po
 from trainformer.tasks.language.reference import is_base
 from trainformer.tasks.language.rollouts.advantages import SCALES, Advantages, group_advantages
 from trainformer.tasks.language.rollouts.rollout import Rollout
-from trainformer.tasks.language.rollouts.task import RolloutTask, Scored, TokenRows
+from trainformer.tasks.language.rollouts.rows import Scored, TokenRows
+from trainformer.tasks.language.rollouts.task import RolloutTask
 from trainformer.utils.distributed import gather_rows
 
 _SCALES = {"dr_grpo": "none", "rloo": "none"}  # of the variants; otherwise "group"
@@ -35,7 +36,7 @@ class GRPO(RolloutTask):
     length, rewards not scaled), `"rloo"` (leave-one-out baseline, ratios of sequences), `"bnpo"`, `"cispo"`, `"sapo"`
     or `"luspo"`. ``importance_level="sequence"`` is GSPO. `num_iterations` and `mini_batches` make several updates with
     the completions of a step, with ratios clipped to 1 - `epsilon` and 1 + `epsilon_high`. `beta` weights the KL
-    divergence from `reference`, which is the model before training (with an adapter: the model without it);
+    divergence from `reference`, which is the model before training (with a new adapter: the model without it);
     `unbiased_kl` multiplies its terms by the ratios, so that its gradient is right.
 
     >>> GRPO("gpt2", rewards=lambda completions: [len(text) for text in completions]).loss
@@ -153,9 +154,7 @@ class GRPO(RolloutTask):
         of_reward = self.loss == "rloo" and self.needs_reference
         return self.policy_scores(rows).log_probs if self.mini_batches > 1 or of_reward else None
 
-    def _advantages(
-        self, scored: Scored, rows: TokenRows, old: Tensor | None, reference: Tensor | None
-    ) -> Advantages:
+    def _advantages(self, scored: Scored, rows: TokenRows, old: Tensor | None, reference: Tensor | None) -> Advantages:
         assert self.scale_rewards is not None
         rewards = scored.total
         if self.loss == "rloo" and reference is not None and old is not None:

@@ -15,7 +15,8 @@ from trainformer.losses.numerics import check_positive
 from trainformer.losses.preference import dpo_loss, preference_rewards
 from trainformer.tasks.language.rollouts.rewards import Rewards
 from trainformer.tasks.language.rollouts.rollout import Rollout
-from trainformer.tasks.language.rollouts.task import RolloutTask, Scored
+from trainformer.tasks.language.rollouts.rows import Scored
+from trainformer.tasks.language.rollouts.task import RolloutTask
 
 _LOSSES = ("sigmoid", "ipo", "hinge")
 
@@ -77,6 +78,12 @@ class OnlineDPO(RolloutTask):
         if self.judge is not None and "monitor_metric" in defaults:
             defaults |= {"monitor_metric": "val/truncated", "monitor_mode": "min"}
         return defaults
+
+    @classmethod
+    def stand_ins(cls, opaque: Collection[str]) -> dict[str, Any]:
+        """Also of a judge."""
+        found = super().stand_ins(opaque)
+        return {**found, "judge": lambda prompts, completions: [None] * len(prompts)} if "judge" in opaque else found
 
     # -- steps ---------------------------------------------------------------------------------------------
 

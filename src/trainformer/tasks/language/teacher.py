@@ -18,11 +18,11 @@ from trainformer.core.optional import require
 from trainformer.data.text.logits_store import LogitsStore, is_logits_folder
 from trainformer.losses.divergence import TeacherStates, TopLogProbs, check_tail
 from trainformer.models.language import OutputStates, load_model, load_tokenizer
+from trainformer.tasks.language.base import DTYPES
 from trainformer.tasks.language.reference import ReferenceMixin, is_base, model_digest
 
 logger = logging.getLogger("trainformer")
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _HOW = "a model, the name or folder of one, 'base', or a folder of teacher logits"
 _LATER = ""  # the digest of a teacher that was not loaded
 _LOADING = ("teacher_dtype", "teacher_bits", "teacher_device", "teacher_kwargs")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,43 +34,12 @@ from trainformer.tasks.language.rollouts.generation import (
 )
 from trainformer.tasks.language.rollouts.rewards import Rewards
 from trainformer.tasks.language.rollouts.rollout import Rollout, RolloutMaker
+from trainformer.tasks.language.rollouts.rows import Scored, TokenRows
 from trainformer.tasks.language.rollouts.samples import sample_of
 from trainformer.tasks.language.rollouts.sampling import SamplingOptions
 from trainformer.utils.distributed import is_padding
 
 _REFUSED = ("pipeline", "deepspeed", "tensor_parallel", "tp")  # they split the model that has to generate
-
-
-class Scored(NamedTuple):
-    """Rewards of each function (B, F) and in total (B,), in float64; NaN where there is none."""
-
-    parts: Tensor
-    total: Tensor
-
-
-class TokenRows(NamedTuple):
-    """Prompts with their completions, padded on the right; labels are -100 but at tokens that the model wrote.
-
-    `sampled` (B, T - 1) are the log probabilities of the engine that sampled, if it was another one.
-    """
-
-    input_ids: Tensor
-    labels: Tensor
-    sampled: Tensor | None = None
-
-    @property
-    def targets(self) -> Tensor:
-        """The token that each position predicts, or -100 (B, T - 1)."""
-        return self.labels[:, 1:]
-
-    @property
-    def mask(self) -> Tensor:
-        """Which of them the model wrote."""
-        return self.targets != IGNORE_INDEX
-
-    def take(self, rows: Tensor) -> TokenRows:
-        """Some of the rows."""
-        return TokenRows(*(None if tensor is None else tensor[rows] for tensor in self))  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)
@@ -102,7 +71,7 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
     generation_batch_size: int | None = None
     forward_batch_size: int | None = None
     prompt_template: str | None = None
-    reference: Any = "base"
+    reference: Any = "start"
     eval_generations: int = 1
     eval_temperature: float = 0.0
     log_samples: int = 4
@@ -167,11 +136,16 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
         config = getattr(model.config, "text_config", model.config)
         self._limit = longest_sequence(model) or getattr(config, "max_position_embeddings", None)
         if self._limit is not None and self.max_length > self._limit:
-            what = f"max_prompt_length and max_completion_length of at most {self._limit} together, the model's positions"
+            what = (
+                f"max_prompt_length and max_completion_length of at most {self._limit} together, the model's positions"
+            )
             raise BadArgument(expected(what, f"{self.max_prompt_length} and {self.max_completion_length}"))
 
     def training_defaults(self, settings: Any, chosen: Collection[str]) -> dict[str, Any]:
-        """A small learning rate, and the reward to monitor. Also refuses strategies with which the model cannot generate."""
+        """A small learning rate, and the reward to monitor.
+
+        Also refuses strategies with which the model cannot generate.
+        """
         strategy = settings.strategy
         name = strategy.get("name") if isinstance(strategy, Mapping) else getattr(strategy, "name", strategy)
         if name in _REFUSED:
@@ -344,8 +318,7 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
     def _choose_step(self) -> None:
         """Make `train_step` a generator if there are several updates per step. Call it from `__post_init__`."""
         if self.updates_per_step > 1:
-            self.train_step: Callable[..., Any] = self._yielding_step
-            self.configure_optimizers: Callable[..., Any] = self._one_optimizer
+            vars(self).update(train_step=self._yielding_step, configure_optimizers=self._one_optimizer)
 
     def train_step(self, batch: Mapping[str, Any]) -> Loss:
         """Sample completions, score them, and return the loss."""
@@ -430,8 +403,16 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
         first = {**batch, "seeds": batch["seeds"][:, :1]}
         rollouts = self.rollouts(first, self.eval_temperature)
         pad_id = self.text_tokenizer.pad_token_id
-        rows = [to_width(torch.tensor([r.tokens], dtype=torch.long), self.max_completion_length, pad_id) for r in rollouts]
+        rows = [
+            to_width(torch.tensor([r.tokens], dtype=torch.long), self.max_completion_length, pad_id) for r in rollouts
+        ]
         return {"generated": torch.cat(rows)}
+
+    @classmethod
+    def stand_ins(cls, opaque: Collection[str]) -> dict[str, Any]:
+        """Arguments for a model that is loaded to predict, where functions and objects could not be recorded."""
+        found: dict[str, Any] = {"generator": None} if "generator" in opaque else {}
+        return found | ({"rewards": _not_loaded, "reward_weights": None} if "rewards" in opaque else {})
 
     def config_dict(self) -> dict[str, Any]:
         """Return the arguments; functions and objects by their names."""
@@ -444,6 +425,12 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
     def check_batch(self, batch: Any) -> list[str]:
         prompts: Sequence[Prompt] = batch["prompts"]
         return [] if all(prompt.ids for prompt in prompts) else ["A prompt of the batch has no tokens."]
+
+
+def _not_loaded(completions: Any) -> Any:
+    """In place of rewards that were functions of the program that trained."""
+    do = "Make the task yourself and pass it: trainformer.load(folder, task=GRPO(..., rewards=...))."
+    raise BadArgument(expected("rewards to score completions", "a loaded model without them", do))
 
 
 def _described(value: Any) -> Any:
