@@ -24,6 +24,7 @@ from trainformer.core.errors import check_count, expected
 from trainformer.data.text.collate import pad
 from trainformer.data.text.encode import IGNORE_INDEX, Encoder
 from trainformer.data.text.prepare import has_tokens
+from trainformer.data.text.prompts import Prompt, as_prompts, read_prompt
 from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.sources import load_text
 from trainformer.data.text.store import tokenize
@@ -31,6 +32,7 @@ from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cro
 from trainformer.models.language import OutputStates, ensure_pad_token, load_model, load_tokenizer
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.adapter_mixin import AdapterMixin
+from trainformer.tasks.language.generation import Generated, generate_texts, preserved_random, row_seeds
 from trainformer.tasks.language.positions import fit_lengths
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -139,7 +141,7 @@ class LanguageTask(AdapterMixin):
         """The output of transformers' `generate` in eval mode, without sampling by default."""
         model: Any = unwrap_model(self.model)
         inputs = {name: value.to(model.device) for name, value in inputs.items()}
-        with eval_mode(model):
+        with eval_mode(model), preserved_random():
             return model.generate(
                 **inputs, **{"do_sample": False, "pad_token_id": self.text_tokenizer.pad_token_id, **options}
             )
@@ -260,18 +262,66 @@ class TokenPredictionTask(LanguageTask):
 class GenerationMixin(TextTask):
     """Text generation with causal language models."""
 
-    def generate(self, prompts: str | Sequence[str], max_new_tokens: int = 64, **options: Any) -> list[str]:
-        """Continue prompts; `options` are passed to transformers' `generate` (`do_sample`, `temperature`, ...)."""
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        if not texts or any(not text for text in texts):
-            raise BadArgument(expected("prompts of at least one character", prompts))
-        tokenizer = self.text_tokenizer
-        # Left padding: generated tokens must follow the prompt.
-        examples = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
-        batch = pad(examples, tokenizer.pad_token_id, side="left", multiple_of=1)
-        del batch["labels"]
-        generated = self._generate_tokens(batch, max_new_tokens=max_new_tokens, **options)
-        return tokenizer.batch_decode(generated[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    def generate(
+        self,
+        prompts: Any,
+        max_new_tokens: int = 64,
+        *,
+        tools: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        seed: int | Sequence[int] | None = None,
+        **options: Any,
+    ) -> list[str]:
+        """Continue texts and answer conversations: the new text of each prompt, always as a list.
+
+        `prompts` is a text, a conversation (a list of messages), a record with one of them, or a list of these. Texts
+        are continued as they are. Conversations are rendered by the chat template with the beginning of an answer;
+        `tools` and `chat_template_kwargs` are passed to it. `continue_final_message` continues the assistant's last
+        turn. A text ends at any stop token of the model's generation config, the tokenizer or the chat template.
+
+        `options` are those of transformers' `generate`. Without any, the most likely token is taken; `temperature`,
+        `top_k`, `top_p`, `min_p` or `do_sample=True` sample, and `seed` decides what: one for all prompts, or one for
+        each. By default it follows the run's random numbers. Their state is never changed.
+        """
+        given, _ = as_prompts(
+            prompts,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            prompt_template=getattr(self, "prompt_template", None),
+        )
+        return [made.text for made in self.generate_texts(given, max_new_tokens, seed, **options)]
+
+    def generate_texts(
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int = 64,
+        seed: int | Sequence[int] | None = None,
+        **options: Any,
+    ) -> list[Generated]:
+        """The same for prompts that were read already, with the numbers of tokens and why each text ended."""
+        return generate_texts(self.model, self.text_tokenizer, prompts, max_new_tokens, seed, **options)
+
+    def predict_records(
+        self, records: Any, batch_size: int, *, max_new_tokens: int = 64, seed: int = 0, **options: Any
+    ) -> Iterator[dict[str, Any]]:
+        """A row per record, in order: the `prompt` as the model reads it, the `text`, and the `target` if there is one.
+
+        `records` are those of `generate`, or the path of a file. If the last turn of `messages` is the assistant's, it
+        is the target, and so is a `completion`. Sampling depends on the seed and the number of the record.
+        """
+        if batch_size < 1:
+            raise BadArgument(expected("batch_size to be at least 1", batch_size))
+        template = getattr(self, "prompt_template", None)
+        for first in range(0, len(records), batch_size):
+            places = range(first, min(first + batch_size, len(records)))
+            prompts = [read_prompt(records[place], place, template) for place in places]
+            seeds = row_seeds(seed, len(prompts), first)
+            texts = self.generate_texts(prompts, max_new_tokens, seeds, **options)
+            for prompt, made in zip(prompts, texts, strict=True):
+                target = {} if prompt.target is None else {"target": prompt.target}
+                yield {"prompt": prompt.render(self.text_tokenizer), "text": made.text, **target}
 
 
 def standard_records(dataset: Any) -> Any:
