@@ -108,7 +108,7 @@ def as_prompts(
         raise BadArgument(expected(what, given if given == [] else type(prompts).__name__))
     made = []
     for index, each in enumerate(given):
-        prompt = each if isinstance(each, Prompt) else read_prompt(each, index, prompt_template, continue_final_message)
+        prompt = read_prompt(each, index, prompt_template, continue_final_message)
         if prompt.text is None:
             options = {**(chat_template_kwargs or {}), **prompt.options}
             prompt = replace(prompt, tools=prompt.tools or _tools(tools), options=options)
@@ -133,6 +133,8 @@ def read_prompt(
     >>> len(prompt.messages), prompt.target
     (1, '2')
     """
+    if isinstance(record, Prompt):
+        return record
     if isinstance(record, str):
         if not record:
             raise BadArgument(expected("prompts of at least one character", record))

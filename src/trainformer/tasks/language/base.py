@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainformer.adapters.base import Adapter, unwrap_model
-from trainformer.core import BadArgument, Loss
+from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import check_count, expected
 from trainformer.data.text.collate import pad
 from trainformer.data.text.encode import IGNORE_INDEX, Encoder
 from trainformer.data.text.prepare import has_tokens
-from trainformer.data.text.prompts import Prompt, as_prompts, read_prompt
+from trainformer.data.text.prompts import Prompt, as_prompts, is_conversation, read_prompt
 from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.sources import load_text
 from trainformer.data.text.store import tokenize
@@ -308,20 +308,32 @@ class GenerationMixin(TextTask):
     ) -> Iterator[dict[str, Any]]:
         """A row per record, in order: the `prompt` as the model reads it, the `text`, and the `target` if there is one.
 
-        `records` are those of `generate`, or the path of a file. If the last turn of `messages` is the assistant's, it
-        is the target, and so is a `completion`. Sampling depends on the seed and the number of the record.
+        If the last turn of `messages` is the assistant's, it is the target, and so is a `completion`. All records are
+        checked before the first text is generated. Sampling depends on the seed and the number of the record.
         """
-        if batch_size < 1:
-            raise BadArgument(expected("batch_size to be at least 1", batch_size))
+        check_count("batch_size", batch_size)
         template = getattr(self, "prompt_template", None)
+
+        def read(place: int) -> Prompt:
+            return read_prompt(records[place], place, template)
+
+        has_targets = any([read(place).target is not None for place in range(len(records))])
         for first in range(0, len(records), batch_size):
-            places = range(first, min(first + batch_size, len(records)))
-            prompts = [read_prompt(records[place], place, template) for place in places]
-            seeds = row_seeds(seed, len(prompts), first)
-            texts = self.generate_texts(prompts, max_new_tokens, seeds, **options)
+            prompts = [read(place) for place in range(first, min(first + batch_size, len(records)))]
+            texts = self.generate_texts(prompts, max_new_tokens, row_seeds(seed, len(prompts), first), **options)
             for prompt, made in zip(prompts, texts, strict=True):
-                target = {} if prompt.target is None else {"target": prompt.target}
+                target = {"target": prompt.target} if has_targets else {}
                 yield {"prompt": prompt.render(self.text_tokenizer), "text": made.text, **target}
+
+    def load_prompts(self, data: Any) -> Any:
+        """Records for `predict_records`: from a path, where each line of a text file is a prompt, or a list of them."""
+        if isinstance(data, str | Path):
+            return load_text(data, split="line" if Path(data).suffix == ".txt" else None)
+        if isinstance(data, Mapping) or is_conversation(data):
+            return [data]
+        if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+            raise DataError(expected("a list of prompts, conversations or records, or the path of a file", type(data)))
+        return data
 
 
 def standard_records(dataset: Any) -> Any:

@@ -260,6 +260,7 @@ class TextStream:
             self._thread.start()
         try:
             yield from (piece for piece in self._pieces if piece)
+            self._thread.join()
         finally:
             self.close()
         if self._error is not None:
