@@ -151,8 +151,8 @@ def _dtype_change(record: TaskRecord, dtype: str | None) -> dict[str, Any]:
 def _refuse_jax(checkpoint: Checkpoint) -> None:
     if STATE in checkpoint.manifest.components:
         raise BadArgument(
-            f"Expected a checkpoint of a torch model, received {checkpoint.path}, which a run on JAX wrote. Its trainer "
-            "writes a folder that opens here: trainer.save_pretrained(folder)."
+            f"Expected a checkpoint of a torch model, received {checkpoint.path}, which a run on JAX wrote. Its "
+            "trainer writes a folder that opens here: trainer.save_pretrained(folder)."
         )
 
 

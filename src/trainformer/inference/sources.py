@@ -34,21 +34,25 @@ _ADAPTER_KINDS = {"CAUSAL_LM": "causal_lm", "SEQ_2_SEQ_LM": "seq2seq"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
-def find_model(path: str | Path) -> Path | str:
-    """The path, or the name of a model of the hub: ``hf:name``, or ``owner/name`` where there is no folder `owner`.
+def hub_name(name: str) -> str | None:
+    """The name of a model of the hub: ``hf:name``, or ``owner/name`` where there is no folder `owner`; else None.
 
-    >>> find_model("hf:gpt2"), find_model("some/model")
-    ('gpt2', 'some/model')
+    >>> hub_name("hf:gpt2"), hub_name("some/model"), hub_name("model")
+    ('gpt2', 'some/model', None)
     """
-    name = os.path.expanduser(str(path))
     if os.path.exists(name):
-        return Path(name)
+        return None
     if name.startswith(HUB):
         return name.removeprefix(HUB)
     # A mistyped path must not become a request: `runs/pest` is a path, if there is a folder `runs`.
-    if isinstance(path, str) and _HUB_NAME.fullmatch(name) and not os.path.isdir(name.partition("/")[0]):
-        return name
-    return existing(name)
+    is_name = _HUB_NAME.fullmatch(name) and not os.path.isdir(name.partition("/")[0])
+    return name if is_name else None
+
+
+def find_model(path: str | Path) -> Path | str:
+    """The path, or the name of a model of the hub."""
+    name = hub_name(path) if isinstance(path, str) else None
+    return existing(Path(path).expanduser()) if name is None else name
 
 
 def is_finalized(place: Path) -> bool:

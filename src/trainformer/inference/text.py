@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.data.text.prompts import Prompt, as_prompts
+from trainformer.data.text.prompts import Prompt, as_prompts, is_conversation
 from trainformer.inference.predictor import Predictor
 from trainformer.run import run_of
 from trainformer.tasks.language.generation import TextStream, context_length
@@ -74,11 +74,17 @@ class TextPredictor(Predictor):
     def generate(self, prompts: Any, batch_size: int | None = None, **options: Any) -> Any:
         """Continue texts and answer conversations: a dict with `prompt` and `text` for one, a list for a list of them.
 
-        `options` are `max_new_tokens` (64), `seed`, `tools`, `chat_template_kwargs`, and those of transformers.
+        A `Path` and a dataset are read as records. `options` are `max_new_tokens` (64), `seed`, `tools`,
+        `chat_template_kwargs`, and those of transformers.
         """
-        several = not isinstance(prompts, str | Mapping) and as_prompts(prompts)[1]
+        if not isinstance(prompts, str | Mapping | list | tuple):
+            records = self.task.load_prompts(prompts)
+            prompts = [records[index] for index in range(len(records))]
+        single = isinstance(prompts, str | Mapping) or is_conversation(prompts)
+        if not single and not prompts:
+            return []
         rows = list(self.generated(self._prompts(prompts, options), batch_size, **options))
-        return rows if several else rows[0]
+        return rows[0] if single else rows
 
     def generated(
         self, records: Sequence[Any], batch_size: int | None = None, **options: Any

@@ -45,7 +45,8 @@ class Prompt:
                 tokenizer.apply_chat_template(
                     self.messages,
                     tokenize=False,
-                    **{"add_generation_prompt": not self.continues, "continue_final_message": self.continues},
+                    add_generation_prompt=not self.continues,
+                    continue_final_message=self.continues,
                     **{**self.options, "tools": self.tools},
                 )
             )

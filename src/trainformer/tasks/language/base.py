@@ -317,7 +317,8 @@ class GenerationMixin(TextTask):
         def read(place: int) -> Prompt:
             return read_prompt(records[place], place, template)
 
-        has_targets = any([read(place).target is not None for place in range(len(records))])
+        # All of them, not up to the first with a target: a bad record is an error before the first text.
+        has_targets = sum(read(place).target is not None for place in range(len(records))) > 0
         for first in range(0, len(records), batch_size):
             prompts = [read(place) for place in range(first, min(first + batch_size, len(records)))]
             texts = self.generate_texts(prompts, max_new_tokens, row_seeds(seed, len(prompts), first), **options)
