@@ -26,15 +26,15 @@ _HELP = """\
 /help              this list
 /reset             begin a new conversation
 /undo              remove the last question and its answer
-/retry             answer the last question again; with sampling, differently
-/system [TEXT]     show or set the system prompt; /system none removes it
-/set [NAME VALUE]  show or set max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed;
-                   none removes a value
+/retry             answer the last question again
+/system [TEXT]     show or set the system prompt; none removes it
+/set [NAME VALUE]  show or set max_new_tokens, temperature, top_p, top_k,
+                   min_p, repetition_penalty, seed; none removes a value
 /history           the conversation so far
-/save FILE         append the conversation to a .jsonl file, as a record to train on
+/save FILE         append the conversation to a .jsonl file, to train on
 /quit              leave; so does Ctrl-D
-End a line with \\ to continue the message on the next one, or write it between lines of \"\"\".
-A message that begins with / is written with //. Ctrl-C stops an answer."""
+End a line with \\ to continue it on the next one, or put \"\"\" around a message.
+Write // for a message that begins with /. Ctrl-C stops an answer."""
 _NONE = ("none", "null", "default")
 # Control characters that a model may write: in a terminal they could move the cursor, or worse.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -177,8 +177,7 @@ class Chat:
             if not self.terminal.is_interactive:
                 raise
             pieces.close()  # type: ignore[attr-defined]
-        finally:
-            self.terminal.write("\n")
+        self.terminal.write("\n")
         self._show_notices()
 
     def _show_notices(self) -> None:

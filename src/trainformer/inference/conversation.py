@@ -123,8 +123,8 @@ class Conversation:
             size = self.model.count_tokens(self._prompt(turns[dropped:]), **kwargs)
         if dropped:
             self.notices.append(
-                f"the {dropped} oldest messages are left out: the conversation has {whole:,} tokens, and the context "
-                f"of the model is {context:,}"
+                f"the {dropped} oldest messages are left out: {whole:,} tokens and {context - room:,} for the answer "
+                f"exceed the context of {context:,}"
             )
         return self._prompt(turns[dropped:])
 
