@@ -9,12 +9,12 @@ import pytest
 PUBLIC = {
     "trainformer": "DatasetInfo Loss Mixture OptimizerConfig PipelineConfig PipelineContext Task TaskBase Trainer load "
     "log_metric seed_everything",
-    "trainformer.inference": "OnnxPredictor Predictor load",
+    "trainformer.inference": "OnnxPredictor Predictor TextPredictor load",
     "trainformer.tasks": "CLIP CausalLM DPO DatasetInfo ImageClassification Loss MaskedLM MetricLearning "
     "ObjectDetection OptimizerConfig SSL SemanticSegmentation Seq2Seq TabularClassification TabularRegression "
     "TimeSeriesForecasting Task TaskBase TextClassification TextEmbedding TokenClassification VLM find_task task_names",
     "trainformer.callbacks": "Callback CallbackList CollapseMonitor EMA EarlyStopping GradientMonitor ImageSamples "
-    "LRFinder LRMonitor ModelCheckpoint OnlineKNN OnlineLinear ProgressBar TextSamples Throughput make_callback",
+    "LMEval LRFinder LRMonitor ModelCheckpoint OnlineKNN OnlineLinear ProgressBar TextSamples Throughput make_callback",
     "trainformer.losses": "ArcFaceLoss Center CosFaceLoss NTXentLoss NormFaceLoss PairLoss PreferenceRewards "
     "SequenceLogProbs SubCenterArcFaceLoss TokenLoss byol_loss cosine_similarity_loss dino_kl dino_loss dpo_loss "
     "infonce_with_queue "

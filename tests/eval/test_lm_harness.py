@@ -1,4 +1,4 @@
-"""Benchmarks of lm-evaluation-harness: log-likelihoods by hand, its own model of transformers, the callback, the CLI."""
+"""Benchmarks of lm-evaluation-harness: log-likelihoods by hand, the harness by itself, the callback, the command."""
 
 import json
 import random

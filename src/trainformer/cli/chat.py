@@ -120,7 +120,8 @@ class Terminal:
         """Write something that is not part of an answer."""
         from rich.console import Console
 
-        Console(stderr=True, highlight=False, markup=False).print(text, style="dim", soft_wrap=True)
+        style = None if os.environ.get("NO_COLOR") else "dim"
+        Console(stderr=True, highlight=False, markup=False).print(text, style=style, soft_wrap=True)
 
 
 class Chat:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +112,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load_text_model(args: argparse.Namespace) -> Trained:
     """`load_trained` for commands that need a causal language model."""
-    trained = load_trained(args)
+    try:
+        trained = load_trained(args)
+    except BadArgument as error:
+        if "/" not in args.run and not os.path.exists(args.run):
+            error.add_note(f"A model of the hub is hf:{args.run}.")
+        raise
     if not hasattr(trained.trainer.task, "generate_texts"):
         do = "Use `trainformer predict`."
         raise BadArgument(expected("a causal language model", type(trained.trainer.task).__name__, do))

@@ -190,11 +190,13 @@ def _preserved(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet(progress: bool) -> Iterator[None]:
     """Without the harness's log of what it does, and without its progress bars, which it prints on stderr."""
-    harness = logging.getLogger("lm_eval")
-    level = harness.level
+    harness, evaluator = logging.getLogger("lm_eval"), require("lm_eval.evaluator", "lm-eval", "to evaluate")
+    level, commit = harness.level, getattr(evaluator, "get_git_commit_hash", None)
     harness.setLevel(logging.ERROR)
+    evaluator.get_git_commit_hash = lambda: None  # it starts git, which complains where there is no repository
     try:
         with contextlib.nullcontext() if progress else contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
         harness.setLevel(level)
+        evaluator.get_git_commit_hash = commit
