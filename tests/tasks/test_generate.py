@@ -9,8 +9,10 @@ import torch
 from tokenizers import processors
 
 from text_toys import CHATML, chat_tokenizer, check_equal, conversations, gpt2, llama, sentences, trainer_for
+from trainformer.callbacks import TextSamples
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.data.text.prompts import Prompt, end_of_turn, read_prompt
+from trainformer.loggers import read_jsonl
 from trainformer.tasks import CausalLM
 from trainformer.tasks.language.generation import generate_texts
 
@@ -151,9 +153,13 @@ def test_generating_does_not_affect_training(tmp_path):
 
     def run(name, callbacks):
         made = CausalLM(gpt2(), max_length=32, tokenizer=chat_tokenizer(), cache_dir=tmp_path / "tokens")
-        return trainer_for(made, conversations(), run_dir=tmp_path / name, callbacks=callbacks, max_steps=3).fit()
+        options = {"val_data": conversations()[:2], "eval_every": "3steps", "max_steps": 3}
+        return trainer_for(made, conversations(), run_dir=tmp_path / name, callbacks=callbacks, **options).fit()
 
-    check_equal(run("silent", []).task.model, run("talking", [Talking()]).task.model)
+    samples = TextSamples(TURNS, max_new_tokens=3, options={"top_k": 5})
+    check_equal(run("silent", []).task.model, run("talking", [Talking(), samples]).task.model)
+    record = next(line for line in read_jsonl(tmp_path / "talking" / "metrics.jsonl") if "text/samples" in line)
+    assert record["text/samples"].startswith("user: the quick fox⟶")
 
 
 def test_the_context_limits_what_is_generated(task, caplog):

@@ -212,11 +212,11 @@ class Chat:
             if name not in SAMPLING_TYPES:
                 what = f"one of {', '.join(SAMPLING_TYPES)}"
                 raise BadArgument(expected(what, name, did_you_mean(name, SAMPLING_TYPES)))
-            changed = None if value.lower() in _NONE else _parsed(name, value)
-            if name in ("seed", "max_new_tokens") and changed is None:
+            changed: Any = None if value.lower() in _NONE else _parsed(name, value)
+            if changed is None and name in ("seed", "max_new_tokens"):
                 raise BadArgument(expected(f"a number for {name}", value))
             if name == "seed":
-                self.conversation.seed = int(changed)
+                self.conversation.seed = changed
             else:
                 new = {**options, name: changed}
                 check_sampling(new)

@@ -88,7 +88,7 @@ def _print(found: LMEvalResults, title: str) -> None:
         "few-shot": "right",
         "metric": "left",
         "value": "right",
-        "±": "right",
+        "stderr": "right",
     }
     rows = []
     for name, value in found.metrics.items():

@@ -141,7 +141,7 @@ def load_trained(args: argparse.Namespace, validates: bool = False) -> Trained:
         changes["eval_batch_size"] = args.batch_size
     if getattr(args, "device", None) is not None:
         changes["device"] = args.device
-    chosen = {name: getattr(args, name, None) for name in ("base", "dtype", "quantize")}
+    chosen: dict[str, Any] = {name: getattr(args, name, None) for name in ("base", "dtype", "quantize")}
     settings = {**changes, "strategy": "auto"}
     named = _find_model(args.run)
     if isinstance(named, str) or is_finalized(named) or is_adapter_folder(named):
@@ -219,11 +219,11 @@ def find_checkpoint(name: str, which: str, step: int | None = None) -> tuple[Pat
     if not checkpoints:
         raise DataError(f"{run} has no complete checkpoint yet, so there is no model to use.")
     if step is not None:
-        found = next((each for each in checkpoints if each.step == step), None)
-        if found is None:
+        chosen = next((each for each in checkpoints if each.step == step), None)
+        if chosen is None:
             steps = ", ".join(str(each.step) for each in checkpoints)
             raise DataError(expected(f"a step with a checkpoint in {run} ({steps})", step))
-        return run, found
+        return run, chosen
     if which == "last":
         return run, checkpoints[-1]
     monitor, mode = monitored(settings_of(run))

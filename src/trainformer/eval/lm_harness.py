@@ -153,7 +153,7 @@ def _results(found: Mapping[str, Any]) -> LMEvalResults:
     for task, values in {**found["results"], **(found.get("groups") or {})}.items():
         for key, value in values.items():
             name, has_filter, kind = key.partition(",")
-            if not has_filter or isinstance(value, str) or not np.isscalar(value):
+            if not has_filter or not isinstance(value, int | float | np.number):
                 continue
             is_error = name.endswith(_STDERR)
             named = f"{task}/{name.removesuffix(_STDERR)}" + ("" if kind in ("none", "") else f"/{kind}")
@@ -190,7 +190,8 @@ def _preserved(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet(progress: bool) -> Iterator[None]:
     """Without the harness's log of what it does, and without its progress bars, which it prints on stderr."""
-    harness, evaluator = logging.getLogger("lm_eval"), require("lm_eval.evaluator", "lm-eval", "to evaluate")
+    harness = logging.getLogger("lm_eval")
+    evaluator: Any = require("lm_eval.evaluator", "lm-eval", "to evaluate on benchmarks")
     level, commit = harness.level, getattr(evaluator, "get_git_commit_hash", None)
     harness.setLevel(logging.ERROR)
     evaluator.get_git_commit_hash = lambda: None  # it starts git, which complains where there is no repository

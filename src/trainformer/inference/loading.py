@@ -121,7 +121,7 @@ def open_folder(
         if checkpoint is not None:
             load_weights(trainer, checkpoint, ema)
         elif not _was_read(task, folder):
-            task.model.load_state_dict(read_weights(folder, [WEIGHTS]))
+            task.model.load_state_dict(read_weights(Path(folder), [WEIGHTS]))
         if recipe is not None:
             quantize_model(task, recipe)
     return make_predictor(trainer, place)

@@ -151,8 +151,8 @@ def read_prompt(
         found = _of_mapping(record, index, prompt_template, continue_final_message)
         if found is not None:
             return found
-    received = sorted(map(str, record)) if isinstance(record, Mapping) else type(record).__name__
-    raise DataError(expected(f"record {index} to have a prompt, a text or messages", received, _DO))
+    keys = sorted(map(str, record)) if isinstance(record, Mapping) else type(record).__name__
+    raise DataError(expected(f"record {index} to have a prompt, a text or messages", keys, _DO))
 
 
 def _of_mapping(record: Mapping[str, Any], index: int, template: str | None, continues: bool) -> Prompt | None:
