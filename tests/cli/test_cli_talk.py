@@ -10,7 +10,7 @@ import torch
 
 from text_toys import chat_tokenizer, conversations, llama, sentences, trainer_for
 from trainformer.cli import app, chat
-from trainformer.data.text.prompts import Prompt
+from trainformer.data.text.generation import GenerationPrompt
 from trainformer.loggers import read_jsonl
 from trainformer.tasks import CausalLM
 
@@ -188,7 +188,7 @@ def test_generate_prints_texts_or_writes_rows(runs, capsys, monkeypatch):
         f"<|system|>be</s><|user|>{said}</s><|assistant|>" for said in ("the", "a dog", "seven")
     ]
     assert [row["id"] for row in shown] == ["x", "y", "z"]
-    turn = Prompt(messages=[{"role": "user", "content": "the"}])
+    turn = GenerationPrompt(messages=[{"role": "user", "content": "the"}])
     monkeypatch.setattr(sys, "stdin", io.StringIO("the\n\n"))
     assert generate(runs, "--file=-", "--chat", "--json") == 0
     assert json.loads(capsys.readouterr().out)["text"] == task.generate_texts([turn], 6)[0].text

@@ -11,7 +11,7 @@ from tokenizers import processors
 from text_toys import CHATML, chat_tokenizer, check_equal, conversations, gpt2, llama, sentences, trainer_for
 from trainformer.callbacks import TextSamples
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.data.text.prompts import Prompt, end_of_turn, read_prompt
+from trainformer.data.text.generation import GenerationPrompt, end_of_turn, read_prompt
 from trainformer.loggers import read_jsonl
 from trainformer.tasks import CausalLM
 from trainformer.tasks.language.generation import generate_texts
@@ -80,7 +80,7 @@ def test_conversations_are_answered_from_the_tokens_of_their_template(task):
     assert task.generate(mixed, max_new_tokens=5) == [task.generate(each, max_new_tokens=5)[0] for each in mixed]
     assert task.generate("the", max_new_tokens=5) == [greedy(task, tokenizer("the")["input_ids"], 5)]
     begun = [*TURNS, {"role": "assistant", "content": "a lazy"}]
-    prompt = Prompt(messages=begun, continues=True)
+    prompt = GenerationPrompt(messages=begun, continues=True)
     assert prompt.render(tokenizer).endswith("<|assistant|>a lazy")
     found = task.generate(begun, continue_final_message=True, max_new_tokens=4)
     assert found == [greedy(task, prompt.encode(tokenizer), 4)]
@@ -95,11 +95,18 @@ def test_every_stop_token_ends_an_answer(task):
     try:
         for end in (turn_end, eos, dog):  # of the template, of both, of the generation config
             (made,) = generate_texts(
-                task.model, tokenizer, [Prompt(messages=TURNS)], 9, logits_processor=forcing(fox, fox, end, fox)
+                task.model,
+                tokenizer,
+                [GenerationPrompt(messages=TURNS)],
+                9,
+                logits_processor=forcing(fox, fox, end, fox),
             )
             assert (made.text, made.tokens, made.finished) == ("foxfox", 3, True)
         # A turn does not end a text, and an option decides alone.
-        for prompt, options in ((Prompt("the"), {}), (Prompt(messages=TURNS), {"eos_token_id": dog})):
+        for prompt, options in (
+            (GenerationPrompt("the"), {}),
+            (GenerationPrompt(messages=TURNS), {"eos_token_id": dog}),
+        ):
             (made,) = generate_texts(
                 task.model, tokenizer, [prompt], 5, logits_processor=forcing(fox, turn_end, fox), **options
             )
@@ -163,7 +170,7 @@ def test_generating_does_not_affect_training(tmp_path):
 
 
 def test_the_context_limits_what_is_generated(task, caplog):
-    size = len(Prompt("a dog " * 20).encode(task.text_tokenizer))
+    size = len(GenerationPrompt("a dog " * 20).encode(task.text_tokenizer))
     room = task.model.config.max_position_embeddings - size
     assert 0 < room < 30
     alone = task.generate("a dog " * 20, max_new_tokens=30)

@@ -97,7 +97,7 @@ def _records(args: argparse.Namespace, task: Any) -> Iterator[Any]:
 
 def _as_chat(record: Any, system: str | None, index: int) -> Any:
     """A text as a user's message; a conversation gets the system prompt, unless it has one."""
-    from trainformer.data.text.prompts import read_prompt
+    from trainformer.data.text.generation import read_prompt
 
     prompt = read_prompt(record, index)
     turns = list(prompt.messages) if prompt.text is None else [{"role": "user", "content": prompt.text}]

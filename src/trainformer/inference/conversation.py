@@ -9,7 +9,7 @@ from typing import Any
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.data.order import sample_key
-from trainformer.data.text.prompts import check_template
+from trainformer.data.text.generation import check_template
 from trainformer.inference.text import TextPredictor
 from trainformer.tasks.language.generation import SAMPLING, Generated
 from trainformer.tasks.language.rollouts.sampling import SamplingOptions

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.data.text.prompts import Prompt, as_prompts, is_conversation
+from trainformer.data.text.generation import GenerationPrompt, as_prompts, is_conversation
 from trainformer.inference.predictor import Predictor
 from trainformer.run import run_of
 from trainformer.tasks.language.generation import TextStream, context_length
@@ -99,7 +99,7 @@ class TextPredictor(Predictor):
         (made,) = self._prompts(prompt, options)
         return len(made.encode(self.tokenizer))
 
-    def _prompts(self, prompts: Any, options: dict[str, Any]) -> list[Prompt]:
+    def _prompts(self, prompts: Any, options: dict[str, Any]) -> list[GenerationPrompt]:
         """Prompts, with the options that are for the chat template taken out of the others."""
         given = {name: options.pop(name) for name in _TEMPLATE_OPTIONS if name in options}
         return as_prompts(prompts, prompt_template=getattr(self.task, "prompt_template", None), **given)[0]

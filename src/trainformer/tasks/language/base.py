@@ -23,8 +23,8 @@ from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import check_count, expected
 from trainformer.data.text.collate import pad
 from trainformer.data.text.encode import IGNORE_INDEX, Encoder
+from trainformer.data.text.generation import GenerationPrompt, as_prompts, is_conversation, read_prompt
 from trainformer.data.text.prepare import has_tokens
-from trainformer.data.text.prompts import Prompt, as_prompts, is_conversation, read_prompt
 from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.sources import load_text
 from trainformer.data.text.store import tokenize
@@ -298,7 +298,7 @@ class GenerationMixin(TextTask):
 
     def generate_texts(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[GenerationPrompt],
         max_new_tokens: int = 64,
         seed: int | Sequence[int] | None = None,
         **options: Any,
@@ -317,7 +317,7 @@ class GenerationMixin(TextTask):
         check_count("batch_size", batch_size)
         template = getattr(self, "prompt_template", None)
 
-        def read(place: int) -> Prompt:
+        def read(place: int) -> GenerationPrompt:
             return read_prompt(records[place], place, template)
 
         # All of them, not up to the first with a target: a bad record is an error before the first text.

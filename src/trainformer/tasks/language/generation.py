@@ -21,7 +21,7 @@ from trainformer.adapters.base import unwrap_model
 from trainformer.core.errors import BadArgument, DataError, check_count, did_you_mean, expected
 from trainformer.data.order import preserved_generators, sample_key, seed_generators
 from trainformer.data.text.collate import pad
-from trainformer.data.text.prompts import Prompt, end_of_turn
+from trainformer.data.text.generation import GenerationPrompt, end_of_turn
 from trainformer.models.generation import stop_token_ids
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.positions import longest_sequence
@@ -78,7 +78,7 @@ def row_seeds(seed: int | Sequence[int] | None, count: int, first: int = 0) -> l
 def generate_texts(
     model: nn.Module,
     tokenizer: Any,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[GenerationPrompt],
     max_new_tokens: int = 64,
     seed: int | Sequence[int] | None = None,
     **options: Any,
@@ -242,7 +242,9 @@ class TextStream:
     then what was generated so far.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, prompt: Prompt, max_new_tokens: int = 64, **options: Any):
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, prompt: GenerationPrompt, max_new_tokens: int = 64, **options: Any
+    ):
         from transformers import StoppingCriteriaList
 
         self.result: Generated | None = None

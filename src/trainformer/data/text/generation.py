@@ -21,7 +21,7 @@ _ANSWER = "zq7StandInForOneTurn7qz"  # no template trims or splits it
 
 
 @dataclass(frozen=True)
-class Prompt:
+class GenerationPrompt:
     """What a model continues: a `text`, or the `messages` of a conversation. `target` is the known answer, if any.
 
     `tools` and `options` are passed to the chat template. With `continues`, the last message is the beginning of the
@@ -92,17 +92,17 @@ def as_prompts(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     continue_final_message: bool = False,
     prompt_template: str | None = None,
-) -> tuple[list[Prompt], bool]:
+) -> tuple[list[GenerationPrompt], bool]:
     """Prompts of one input or a list of them, and whether it was a list.
 
     An input is a text, a conversation, or a record. `tools` and `chat_template_kwargs` are for all conversations that
     have none of their own.
 
     >>> turns = [{"role": "user", "content": "hi"}]
-    >>> as_prompts(turns) == ([Prompt(messages=turns)], False), len(as_prompts([turns, turns])[0])
+    >>> as_prompts(turns) == ([GenerationPrompt(messages=turns)], False), len(as_prompts([turns, turns])[0])
     (True, 2)
     """
-    single = isinstance(prompts, str | Mapping | Prompt) or is_conversation(prompts)
+    single = isinstance(prompts, str | Mapping | GenerationPrompt) or is_conversation(prompts)
     given = [prompts] if single else prompts
     if not isinstance(given, Sequence) or not given:
         what = "a text, a conversation, a record, or a list of them"
@@ -122,7 +122,7 @@ def as_prompts(
 
 def read_prompt(
     record: Any, index: int = 0, prompt_template: str | None = None, continue_final_message: bool = False
-) -> Prompt:
+) -> GenerationPrompt:
     """The prompt of a record.
 
     A record is a text, a conversation, or a mapping with `messages` (or another common name), `prompt` (a text or
@@ -134,12 +134,12 @@ def read_prompt(
     >>> len(prompt.messages), prompt.target
     (1, '2')
     """
-    if isinstance(record, Prompt):
+    if isinstance(record, GenerationPrompt):
         return record
     if isinstance(record, str):
         if not record:
             raise BadArgument(expected("prompts of at least one character", record))
-        return Prompt(record)
+        return GenerationPrompt(record)
     if is_conversation(record):
         prompt = _conversation(record, index, continue_final_message)
         if prompt.target is not None:
@@ -155,7 +155,9 @@ def read_prompt(
     raise DataError(expected(f"record {index} to have a prompt, a text or messages", keys, _DO))
 
 
-def _of_mapping(record: Mapping[str, Any], index: int, template: str | None, continues: bool) -> Prompt | None:
+def _of_mapping(
+    record: Mapping[str, Any], index: int, template: str | None, continues: bool
+) -> GenerationPrompt | None:
     target = next((str(record[name]) for name in _TARGETS if isinstance(record.get(name), str)), None)
     for name in ("prompt", *_MESSAGE_KEYS):
         if is_conversation(record.get(name)):
@@ -166,16 +168,16 @@ def _of_mapping(record: Mapping[str, Any], index: int, template: str | None, con
             return replace(prompt, tools=_tools(record.get("tools")), target=prompt.target or answer)
     filled = {**record, "input": record.get("input") or ""}
     if isinstance(record.get("prompt"), str) and record["prompt"]:
-        return Prompt(_filled(template, filled) if template else record["prompt"], target=target)
+        return GenerationPrompt(_filled(template, filled) if template else record["prompt"], target=target)
     if isinstance(record.get("instruction"), str) and record["instruction"]:
         usual = _ALPACA_WITH_INPUT if record.get("input") else _ALPACA
-        return Prompt(_filled(template or usual, filled), target=target)
+        return GenerationPrompt(_filled(template or usual, filled), target=target)
     if isinstance(record.get("text"), str) and record["text"]:
-        return Prompt(record["text"])
+        return GenerationPrompt(record["text"])
     return None
 
 
-def _conversation(given: Sequence[Any], index: int, continues: bool, system: Any = None) -> Prompt:
+def _conversation(given: Sequence[Any], index: int, continues: bool, system: Any = None) -> GenerationPrompt:
     """The turns up to the assistant's last, which is the target, or with `continues` to be continued."""
     try:
         messages = _messages(given)
@@ -188,11 +190,11 @@ def _conversation(given: Sequence[Any], index: int, continues: bool, system: Any
         if not answered:
             what = "a conversation that ends with a turn of the assistant, to continue it"
             raise BadArgument(expected(what, messages[-1]["role"], "Leave continue_final_message out."))
-        return Prompt(messages=list(messages), continues=True)
+        return GenerationPrompt(messages=list(messages), continues=True)
     target = str(messages.pop()["content"]) if answered else None
     if not messages:
         raise DataError(expected(f"record {index} to have a turn before the assistant's", "none"))
-    return Prompt(messages=list(messages), target=target)
+    return GenerationPrompt(messages=list(messages), target=target)
 
 
 def _answer(completion: Any) -> str | None:
