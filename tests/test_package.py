@@ -9,13 +9,14 @@ import pytest
 PUBLIC = {
     "trainformer": "DatasetInfo Loss Mixture OptimizerConfig PipelineConfig PipelineContext Task TaskBase Trainer load "
     "log_metric seed_everything",
-    "trainformer.inference": "OnnxPredictor Predictor load",
+    "trainformer.inference": "OnnxPredictor Predictor TextPredictor load",
     "trainformer.tasks": "CLIP CPO CausalLM DPO DatasetInfo Distillation GRPO ImageClassification KTO Loss MaskedLM MetricLearning "
     "ObjectDetection OnlineDPO OptimizerConfig RewardModel SSL SemanticSegmentation Seq2Seq "
     "TabularClassification TabularRegression Task TaskBase TextClassification TextEmbedding "
     "TimeSeriesForecasting TokenClassification VLM find_task save_teacher_logits task_names",
-    "trainformer.callbacks": "Callback CallbackList CollapseMonitor EMA EarlyStopping GradientMonitor ImageSamples LRFinder LRMonitor "
-    "ModelCheckpoint OnlineKNN OnlineLinear ProgressBar RolloutSamples TextSamples Throughput make_callback",
+    "trainformer.callbacks": "Callback CallbackList CollapseMonitor EMA EarlyStopping GradientMonitor ImageSamples LMEval LRFinder "
+    "LRMonitor ModelCheckpoint OnlineKNN OnlineLinear ProgressBar RolloutSamples TextSamples Throughput "
+    "make_callback",
     "trainformer.losses": "ArcFaceLoss Center CosFaceLoss DistillationLoss NTXentLoss NormFaceLoss PairLoss PreferenceRewards "
     "SequenceLogProbs SubCenterArcFaceLoss TeacherStates TokenLoss TopLogProbs byol_loss "
     "cosine_similarity_loss cpo_loss dino_kl dino_loss distillation_loss dpo_loss infonce_with_queue "

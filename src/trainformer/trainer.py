@@ -100,21 +100,26 @@ class Trainer(RunSettings, TorchTrainerApi):
         return self._run.evaluate_on(data, batch_size)
 
     @overload
-    def predict(self, data: Any, batch_size: int | None = None, out: None = None) -> list[dict[str, Any]]: ...
+    def predict(
+        self, data: Any, batch_size: int | None = None, out: None = None, **options: Any
+    ) -> list[dict[str, Any]]: ...
 
     @overload
-    def predict(self, data: Any, batch_size: int | None = None, *, out: str | Path) -> Path: ...
+    def predict(self, data: Any, batch_size: int | None = None, *, out: str | Path, **options: Any) -> Path: ...
 
-    def predict(self, data: Any, batch_size: int | None = None, out: Any = None) -> Any:
+    def predict(self, data: Any, batch_size: int | None = None, out: Any = None, **options: Any) -> Any:
         """Predictions of the task: one dict per sample, in input order, with its `id` and what the task returns.
 
         An id is the name of a file relative to its folder, the `id` of a record, or the row number. With `out`, a
         ``.parquet``, ``.jsonl`` or ``.csv`` file, predictions are written there batch by batch, with class names, and
         the path is returned. A file appears complete or not at all.
+
+        A causal language model answers: rows have the `prompt`, the generated `text`, and the `target` if the records
+        have one. `options` are then those of `generate`: `max_new_tokens`, `temperature`, `seed`, ...
         """
         if out is None:
-            return self._run.predict(data, batch_size)
-        self._run.write_predictions(data, Path(out), batch_size)
+            return self._run.predict(data, batch_size, **options)
+        self._run.write_predictions(data, Path(out), batch_size, **options)
         return Path(out)
 
     def load(self, path: str | Path, components: Collection[str] | None = None) -> Trainer:

@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.callbacks.checkpoint": ["ModelCheckpoint"],
         "trainformer.callbacks.early_stopping": ["EarlyStopping"],
         "trainformer.callbacks.ema": ["EMA"],
+        "trainformer.callbacks.lm_eval": ["LMEval"],
         "trainformer.callbacks.lr_finder": ["LRFinder"],
         "trainformer.callbacks.monitors": ["CollapseMonitor", "GradientMonitor", "LRMonitor", "Throughput"],
         "trainformer.callbacks.online_probes": ["OnlineKNN", "OnlineLinear"],

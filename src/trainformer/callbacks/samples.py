@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import inspect
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,21 +23,22 @@ _MAX_IMAGES = 16  # a record is one line of JSON: some 100 KB at most
 class TextSamples(EveryNthEvaluation):
     """After each evaluation, generate completions of some prompts and log them.
 
+    Prompts are texts or, for a causal language model with a chat template, conversations (lists of messages).
     Needs a task with `generate` (`CausalLM`, `Seq2Seq`, ...). `options` go to transformers' `generate` (`do_sample`,
     `temperature`, `num_beams`, ...). Sampling depends on the seed of the run alone and does not affect training.
     `every`: run after every N-th evaluation.
     """
 
-    prompts: Sequence[str]
+    prompts: Sequence[Any]
     max_new_tokens: int = 64
     every: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     name: str = "samples"
 
     def __post_init__(self) -> None:
-        if isinstance(self.prompts, str):
+        if isinstance(self.prompts, str) or _is_conversation(self.prompts):
             self.prompts = [self.prompts]
-        if not self.prompts or not all(isinstance(prompt, str) and prompt for prompt in self.prompts):
+        if not self.prompts or not all(map(_is_prompt, self.prompts)):
             raise BadArgument(expected("TextSamples's prompts to be texts of at least one character", self.prompts))
         for name in ("max_new_tokens", "every"):
             if getattr(self, name) < 1:
@@ -60,9 +61,27 @@ class TextSamples(EveryNthEvaluation):
             texts = trainer.task.generate(prompts, max_new_tokens=self.max_new_tokens, **self.options)
         for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), start=1):
             key = self.name if len(prompts) == 1 else f"{self.name}/{number}"
-            trainer.logger.log_text(key, f"{prompt}⟶{text}", trainer.state.step)
-        samples = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+            trainer.logger.log_text(key, f"{_shown(prompt)}⟶{text}", trainer.state.step)
+        samples = [{"prompt": _shown(prompt), "text": text} for prompt, text in zip(prompts, texts, strict=True)]
         trainer.record("text", key=self.name, samples=samples)
+
+
+def _is_conversation(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(m, Mapping) and "role" in m for m in prompt)
+
+
+def _is_prompt(prompt: Any) -> bool:
+    return bool(prompt) if isinstance(prompt, str) else _is_conversation(prompt)
+
+
+def _shown(prompt: Any) -> str:
+    """
+    >>> _shown([{"role": "user", "content": "Hi."}])
+    'user: Hi.'
+    """
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message.get('content')}" for message in prompt)
 
 
 @dataclass

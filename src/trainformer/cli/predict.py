@@ -11,7 +11,6 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from trainformer.cli.app import Command
 from trainformer.cli.output import check_free, note, positive, stdout_to_stderr
@@ -19,9 +18,6 @@ from trainformer.cli.trained import add_batch_size_argument, add_run_arguments, 
 from trainformer.core.optional import require
 from trainformer.run import run_of
 from trainformer.run.predictions import FORMATS, SUFFIXES, WRITERS, Columns, write_file
-
-if TYPE_CHECKING:
-    from trainformer.inference import Predictor
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,11 +52,12 @@ def _run(args: argparse.Namespace) -> None:
     printed = sys.stdout
     with stdout_to_stderr():
         trained = load_trained(args)
-        run, predictor = run_of(trained.trainer), trained.predictor
-        if predictor.generates:
-            batches = _generated(predictor, args.data, args.max_new_tokens)
-        else:
+        run = run_of(trained.trainer)
+        if not hasattr(trained.trainer.task, "predict_records"):
             batches = run.predicted_columns(args.data)
+        else:
+            batches = run.predicted_columns(args.data, max_new_tokens=args.max_new_tokens)
+            batches = track_rows(batches, None, run.process_group.is_main)
         if args.out is None:
             run.consume_on_main(batches, lambda found: WRITERS[args.format](found, printed))
             return
@@ -69,21 +66,14 @@ def _run(args: argparse.Namespace) -> None:
             note(f"wrote {count} predictions of {trained.weights} to {args.out}")
 
 
-def _generated(predictor: Predictor, data: str, max_new_tokens: int) -> Iterator[Columns]:
-    """The prompts of a file and the text generated for each, in order; each line of a text file is a prompt."""
+def track_rows(batches: Iterator[Columns], total: int | None, is_main: bool) -> Iterator[Columns]:
+    """Show the progress on stderr while texts are generated."""
     from rich.console import Console
     from rich.progress import track
 
-    from trainformer.data.ids import sample_ids
-    from trainformer.data.text import load_text
-
-    records = load_text(data, split="line" if Path(data).suffix == ".txt" else None)
-    rows = predictor.generated(records, max_new_tokens=max_new_tokens)
-    console, is_main = Console(stderr=True), predictor.trainer.is_main
-    shown = track(rows, "generating", total=len(records), console=console, transient=True, disable=not is_main)
-    for index, (name, row) in enumerate(zip(sample_ids(records), shown, strict=False)):
-        columns: dict[str, Any] = {"index": index, "id": name, **row}
-        yield {key: [value] for key, value in columns.items()}
+    console = Console(stderr=True)
+    shown = is_main and console.is_terminal
+    return iter(track(batches, "generating", total=total, console=console, transient=True, disable=not shown))
 
 
 COMMANDS = {"predict": Command(_add_arguments, _run, _parse)}

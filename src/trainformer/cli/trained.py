@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,20 +55,20 @@ class Trained:
     """A trainer with the weights of a checkpoint."""
 
     trainer: Trainer
-    run: Path  # or a folder that `finalize` made
+    run: Path | str  # or a folder that `finalize` made; a string is the name of a model of the hub
     checkpoint: Checkpoint | None
 
     @property
-    def weights(self) -> Path:
-        """The folder with the weights."""
+    def weights(self) -> Path | str:
+        """The folder with the weights, or their name on the hub."""
         return self.run if self.checkpoint is None else self.checkpoint.path
 
     @property
     def predictor(self) -> Predictor:
         """The same for raw inputs."""
-        from trainformer.inference import Predictor
+        from trainformer.inference.loading import make_predictor
 
-        return Predictor(self.trainer, self.run)
+        return make_predictor(self.trainer, self.run)
 
     @property
     def source(self) -> dict[str, Any]:
@@ -91,6 +92,38 @@ def add_batch_size_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=positive, metavar="N", help="samples per batch (default: as in the run)")
 
 
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options for the model of a run or of any other folder, where it is used as a language model."""
+    model = "a run (its folder, or its name under runs/), a checkpoint, a folder with a model or an adapter"
+    parser.add_argument("run", metavar="RUN", help=f"{model}, or OWNER/NAME (hf:NAME) of the hub")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--which", choices=("last", "best"), default="last", help="which checkpoint (default: last)")
+    chosen.add_argument("--checkpoint", type=positive, metavar="STEP", help="the checkpoint of this step")
+    parser.add_argument("--base", metavar="MODEL", help="the base model of an adapter: a hub name or a folder")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, mps; by default the best available")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: as in the run, fp32)"
+    )
+    recipes = f"quantize in memory: {', '.join(QUANTIZATION_RECIPES)}"
+    parser.add_argument("--quantize", metavar="RECIPE", choices=QUANTIZATION_RECIPES, help=recipes)
+    add_trust_argument(parser)
+    add_variable_argument(parser, SECRET)
+
+
+def load_text_model(args: argparse.Namespace) -> Trained:
+    """`load_trained` for commands that need a causal language model."""
+    try:
+        trained = load_trained(args)
+    except BadArgument as error:
+        if "/" not in args.run and not os.path.exists(args.run):
+            error.add_note(f"A model of the hub is hf:{args.run}.")
+        raise
+    if not hasattr(trained.trainer.task, "generate_texts"):
+        do = "Use `trainformer predict`."
+        raise BadArgument(expected("a causal language model", type(trained.trainer.task).__name__, do))
+    return trained
+
+
 def load_trained(args: argparse.Namespace, validates: bool = False) -> Trained:
     """The trainer that `args` name, with the weights of the checkpoint and everything else that affects its results.
 
@@ -98,27 +131,33 @@ def load_trained(args: argparse.Namespace, validates: bool = False) -> Trained:
     data of the run are.
     """
     from trainformer.distributed.process_group import Launch
-    from trainformer.inference.loading import is_finalized, open_folder
+    from trainformer.inference.loading import open_folder
+    from trainformer.inference.sources import is_adapter_folder, is_finalized
     from trainformer.run.torch.record import TaskRecord
 
     # A logger would open a run of its own, and there is nothing to resume.
     changes: dict[str, Any] = {"log": "none", "resume": None}
     if getattr(args, "batch_size", None) is not None:
         changes["eval_batch_size"] = args.batch_size
-    if is_finalized(Path(args.run)):
+    if getattr(args, "device", None) is not None:
+        changes["device"] = args.device
+    chosen: dict[str, Any] = {name: getattr(args, name, None) for name in ("base", "dtype", "quantize")}
+    settings = {**changes, "strategy": "auto"}
+    named = _find_model(args.run)
+    if isinstance(named, str) or is_finalized(named) or is_adapter_folder(named):
         if validates:
             raise DataError(f"{args.run} is no run and has no validation data. Name some: --data DATA.")
-        trainer = open_folder(Path(args.run), settings={**changes, "strategy": "auto"}).trainer
-        return Trained(trainer, Path(args.run), None)
-    run, checkpoint = find_checkpoint(args.run, args.which)
+        if args.which != "last" or getattr(args, "checkpoint", None) is not None:
+            do = "Leave --which and --checkpoint out."
+            raise BadArgument(expected("a run, to choose a checkpoint of", f"{args.run}, which is one model", do))
+        return Trained(open_folder(named, settings=settings, **chosen).trainer, named, None)
+    run, checkpoint = find_checkpoint(args.run, args.which, getattr(args, "checkpoint", None))
     has_recipe = (run / RECIPE).is_file()
     if not validates and not (has_recipe and Launch.find().world_size > 1):  # a recipe knows how it is distributed
         try:
-            return Trained(
-                open_folder(checkpoint.path, settings={**changes, "strategy": "auto"}).trainer, run, checkpoint
-            )
+            return Trained(open_folder(checkpoint.path, settings=settings, **chosen).trainer, run, checkpoint)
         except (BadArgument, DataError):
-            if not has_recipe:
+            if not has_recipe or any(chosen.values()):
                 raise
     elif not has_recipe:
         what = "it was started by a Python program, which chose the validation data"
@@ -152,8 +191,17 @@ def _rebuilt(args: argparse.Namespace, run: Path, record: Any, validates: bool, 
         raise DataError(f"{error} {do}") from error
 
 
-def find_checkpoint(name: str, which: str) -> tuple[Path, Checkpoint]:
-    """The folder of the run, and the checkpoint."""
+def _find_model(name: str) -> Path | str:
+    """The path or name of a run or model; a string is the name of a model of the hub."""
+    from trainformer.inference.sources import hub_name
+    from trainformer.live.runs import RUNS
+
+    found = None if (RUNS / name).exists() else hub_name(name)
+    return Path(name) if found is None else found
+
+
+def find_checkpoint(name: str, which: str, step: int | None = None) -> tuple[Path, Checkpoint]:
+    """The folder of the run, and the checkpoint: of a step, or the last or best."""
     from trainformer.checkpointing import Checkpoint
     from trainformer.checkpointing.retention import Retention
     from trainformer.checkpointing.tools.listing import find, is_checkpoint, list_checkpoints
@@ -163,11 +211,19 @@ def find_checkpoint(name: str, which: str) -> tuple[Path, Checkpoint]:
         run = next((folder for folder in Path(name).absolute().parents[:3] if is_run(folder)), None)
         found = find(name)
         assert isinstance(found, Checkpoint)
+        if step not in (None, found.step):
+            raise BadArgument(expected("a run, to choose the checkpoint of a step of", f"{name}, which is one of them"))
         return run or found.path, found
     run = find_run(name)
     checkpoints = list_checkpoints(run)
     if not checkpoints:
         raise DataError(f"{run} has no complete checkpoint yet, so there is no model to use.")
+    if step is not None:
+        chosen = next((each for each in checkpoints if each.step == step), None)
+        if chosen is None:
+            steps = ", ".join(str(each.step) for each in checkpoints)
+            raise DataError(expected(f"a step with a checkpoint in {run} ({steps})", step))
+        return run, chosen
     if which == "last":
         return run, checkpoints[-1]
     monitor, mode = monitored(settings_of(run))

@@ -33,6 +33,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "reliability",
         ],
         "trainformer.eval.frechet": ["frechet_distance"],
+        "trainformer.eval.lm_harness": ["LMEvalResults", "lm_evaluate"],
         "trainformer.eval.probe": ["ProbeResult", "label_subset", "linear_probe"],
         "trainformer.eval.generation": [
             "bigram_perplexity",

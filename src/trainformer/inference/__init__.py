@@ -7,6 +7,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "trainformer.inference.loading": ["load"],
         "trainformer.inference.predictor": ["Predictor"],
+        "trainformer.inference.text": ["TextPredictor"],
         "trainformer.inference.onnx": ["OnnxPredictor"],
     },
 )

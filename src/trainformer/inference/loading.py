@@ -11,27 +11,27 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from trainformer.adapters.base import kind_of_name, kind_of_task_type
 from trainformer.adapters.saved import SavedAdapters
-from trainformer.adapters.state import CONFIG_FILE as ADAPTER_CONFIG
+from trainformer.adapters.state import load_adapter
+from trainformer.backends.torch.quantize import recipe_named
 from trainformer.checkpointing import Checkpoint
 from trainformer.checkpointing.checkpointer import load_components
 from trainformer.checkpointing.tools.deployable import quiet
 from trainformer.checkpointing.tools.finalizing import choose_checkpoint, choose_ema
-from trainformer.checkpointing.tools.listing import existing, is_checkpoint
-from trainformer.checkpointing.tools.states import States
+from trainformer.checkpointing.tools.listing import is_checkpoint
+from trainformer.checkpointing.tools.states import STATE, States
 from trainformer.core.errors import BadArgument, DataError, check_count, expected
-from trainformer.data.metadata import DatasetInfo
 from trainformer.data.order import preserved_generators
 from trainformer.inference.onnx import OnnxPredictor
 from trainformer.inference.predictor import Predictor
+from trainformer.inference.quantizing import quantize_model
+from trainformer.inference.sources import find_model, guess_record, is_adapter_folder, is_finalized
+from trainformer.inference.text import TextPredictor
 from trainformer.run import run_of
 from trainformer.run.torch.exporting import FILE as PREPROCESSING
 from trainformer.run.torch.record import RecordedData, TaskRecord
-from trainformer.tasks import find_task
 from trainformer.tasks.language.reference import is_base
 from trainformer.trainer import Trainer
-from trainformer.utils.files import decode_json
 from trainformer.utils.tensor_files import read_weights
 
 WEIGHTS = "model.safetensors"
@@ -39,17 +39,10 @@ _CONFIG = "config.json"
 _TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "processor_config.json")
 _EXPORTED = (".pt", ".pt2", ".onnx")
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-# The task that opens a model of transformers of which nothing else is known.
-_TASKS = {
-    "causal_lm": "CausalLM",
-    "seq2seq": "Seq2Seq",
-    "masked_lm": "MaskedLM",
-    "sequence_classification": "TextClassification",
-    "token_classification": "TokenClassification",
-}
 # Predicting needs neither: a model is not trained on.
 _SETTINGS: dict[str, Any] = {
-    "log": "none", "resume": None, "strategy": "single", "scheduler": None, "sampler": None, "optimizer": "sgd",
+    "log": "none", "resume": None, "strategy": "single", "scheduler": None, "sampler": None,
+    "optimizer": {"name": "sgd", "master_weights": False},
 }  # fmt: skip
 
 
@@ -63,54 +56,106 @@ def load(
     device: Any = None,
     precision: str | None = None,
     batch_size: int | None = None,
+    dtype: str | None = None,
+    quantize: str | None = None,
 ) -> Predictor | OnnxPredictor:
     """Open a trained model to predict with: a run, a checkpoint, a finalized folder, or an exported ONNX model.
 
-    It predicts from raw images or texts what `Trainer.predict` predicts, without the training data. `which` chooses
-    the ``"last"`` checkpoint of a run or the ``"best"``; `ema` is as in `checkpoint.finalize`. `base` is the model that
-    an adapter belongs to, if the run does not say it. `precision` is that of the run by default. A task of your own, or
-    one with a module of your own, cannot be built from a file: pass it as `task`, new and untrained. Nothing in the
-    folder is executed.
+    A folder of transformers or of an adapter of peft works too, and a model of the hub: ``"hf:name"``, or
+    ``"owner/name"`` if there is no such path. The model predicts from raw images or texts what `Trainer.predict`
+    predicts, without the training data; a causal language model (`TextPredictor`) also chats and streams.
+
+    `which` chooses the ``"last"`` checkpoint of a run or the ``"best"``; `ema` is as in `checkpoint.finalize`. `base`
+    is the model that an adapter belongs to, if the run does not say it. `precision` is that of the run by default. For
+    language models, `dtype` is that of the weights (fp32, bf16, fp16), and `quantize` a recipe of `finalize`, applied
+    in memory. A task of your own, or one with a module of your own, cannot be built from a file: pass it as `task`,
+    new and untrained. Nothing in the folder is executed.
     """
-    place = existing(path)
+    place = find_model(path)
     if batch_size is not None:
         check_count("batch_size", batch_size)
-    if (exported := _exported(place)) is not None:
-        given = {"task": task, "base": base, "ema": ema, "precision": precision}
+    if isinstance(place, Path) and (exported := _exported(place)) is not None:
+        given = {
+            "task": task, "base": base, "ema": ema, "precision": precision, "dtype": dtype, "quantize": quantize,
+        }  # fmt: skip
         if unused := [name for name, value in given.items() if value is not None]:
             raise BadArgument(expected("device and batch_size alone for an exported model", ", ".join(unused)))
         return OnnxPredictor(exported, device, batch_size)
     own = {"device": device, "precision": precision, "eval_batch_size": batch_size}
-    return open_folder(place, task, base, which, ema, {name: value for name, value in own.items() if value is not None})
+    settings = {name: value for name, value in own.items() if value is not None}
+    return open_folder(place, task, base, which, ema, settings, dtype, quantize)
 
 
 def open_folder(
-    place: Path,
+    place: Path | str,
     task: Any = None,
     base: str | Path | None = None,
     which: str = "last",
     ema: bool | str | None = None,
     settings: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
+    quantize: str | None = None,
 ) -> Predictor:
-    """`load` of a run, a checkpoint or a finalized folder; `settings` are those of the trainer."""
-    checkpoint = None if is_finalized(place) else choose_checkpoint(place, which)[0]
-    folder = place if checkpoint is None else checkpoint.path
-    record = TaskRecord.read(folder) or _guess(folder, task)
+    """`load` of a run, a checkpoint, a folder with a model or an adapter, or (a string) a model of the hub.
+
+    `settings` are those of the trainer.
+    """
+    recipe = None if quantize is None else recipe_named(quantize, "quantize")
+    if isinstance(place, str) or is_finalized(place) or is_adapter_folder(place):
+        checkpoint, folder = None, place
+    else:
+        checkpoint = choose_checkpoint(place, which)[0]
+        folder = checkpoint.path
+        _refuse_jax(checkpoint)
+    record = (None if isinstance(folder, str) else TaskRecord.read(folder)) or guess_record(folder, task, base)
     if task is None:
-        task = record.build(**_changes(record, folder, base))
+        task = record.build(**_changes(record, folder, base), **_dtype_change(record, dtype))
         if hasattr(task, "forget_reference") and not _keeps_reference(record, folder):
             task.forget_reference()
+    elif dtype is not None:
+        raise BadArgument(expected("no dtype with a task of your own", dtype, "Set it on the task."))
+    if recipe is not None and not hasattr(task, "model_name"):
+        raise BadArgument(expected("a task with a model of transformers to quantize", type(task).__name__))
     settings = {**_SETTINGS, **record.settings, **(settings or {})}
     silent = quiet() if hasattr(task, "model_name") else nullcontext()
     with preserved_generators(), silent:
+        if checkpoint is None and not _was_read(task, folder) and is_adapter_folder(Path(folder)):
+            task.model = load_adapter(task.model, folder)  # into the model of the user's task
         trainer = Trainer(task, RecordedData(record), num_workers=0, **settings)
         if checkpoint is not None:
             load_weights(trainer, checkpoint, ema)
-        elif getattr(task, "model_name", None) == str(folder):
-            pass  # from_pretrained has read the weights
-        else:
-            task.model.load_state_dict(read_weights(folder, [WEIGHTS]))
-    return Predictor(trainer, place)
+        elif not _was_read(task, folder) and not is_adapter_folder(Path(folder)):
+            task.model.load_state_dict(read_weights(Path(folder), [WEIGHTS]))
+        if recipe is not None:
+            quantize_model(task, recipe)
+    return make_predictor(trainer, place)
+
+
+def make_predictor(trainer: Trainer, source: Path | str) -> Predictor:
+    """The predictor for a trainer's task."""
+    kind = TextPredictor if hasattr(trainer.task, "generate_texts") else Predictor
+    return kind(trainer, source)
+
+
+def _was_read(task: Any, folder: Path | str) -> bool:
+    """Whether the task reads the weights by itself, with from_pretrained and peft."""
+    return isinstance(folder, str) or getattr(task, "model_name", None) == str(folder)
+
+
+def _dtype_change(record: TaskRecord, dtype: str | None) -> dict[str, Any]:
+    if dtype is None:
+        return {}
+    if "dtype" not in {*record.arguments, *record.opaque}:
+        raise BadArgument(expected("a language model to choose the dtype of", record.task, "Leave dtype out."))
+    return {"dtype": dtype}
+
+
+def _refuse_jax(checkpoint: Checkpoint) -> None:
+    if STATE in checkpoint.manifest.components:
+        raise BadArgument(
+            f"Expected a checkpoint of a torch model, received {checkpoint.path}, which a run on JAX wrote. Its "
+            "trainer writes a folder that opens here: trainer.save_pretrained(folder)."
+        )
 
 
 def load_weights(trainer: Trainer, checkpoint: Checkpoint, ema: bool | str | None = None) -> None:
@@ -143,60 +188,10 @@ def _exported(place: Path) -> Path | None:
     return graphs[0] if graphs else None
 
 
-def is_finalized(place: Path) -> bool:
-    """Whether a folder holds a model of its own, and is no checkpoint."""
-    names = ("finalized.json", _CONFIG, ADAPTER_CONFIG)
-    return (
-        place.is_dir()
-        and not is_checkpoint(place)
-        and bool(list(place.glob("*.safetensors")))
-        and any((place / name).is_file() for name in names)
-    )
-
-
-def _guess(folder: Path, task: Any) -> TaskRecord:
-    """A record for a folder that has none: of a model of transformers, or for a task that the user made."""
-    if task is not None:
-        return TaskRecord(type(task).__name__, type(task).__module__, {}, {}, DatasetInfo(), {}, {})
-    kind, config = None, {}
-    if (saved := SavedAdapters.read(folder)) is not None:  # that peft saved
-        kind = kind_of_task_type(saved.config.get("task_type"))
-        head = saved.load_options(kind)
-        config = {
-            "id2label": head.get("id2label") or dict(enumerate(f"LABEL_{n}" for n in range(head.get("num_labels", 2))))
-        }
-        config["architectures"] = ["ForTokenClassification" if kind == "token_classification" else ""]
-    elif (folder / _CONFIG).is_file():
-        try:
-            config = decode_json((folder / _CONFIG).read_bytes())
-            name = str((config.get("architectures") or [""])[0])
-            is_seq2seq = name.endswith("ForConditionalGeneration") and "vision_config" not in config
-            kind = "seq2seq" if is_seq2seq else kind_of_name(name)
-        except (ValueError, AttributeError, TypeError, IndexError) as error:
-            raise DataError(f"Expected the configuration of a model in {folder / _CONFIG}: {error}") from error
-    if kind not in _TASKS:
-        raise DataError(
-            f"Expected task.json in {folder}, which describes the task, received none: the model was trained by "
-            "another entry point, or by an older version. Pass the task: trainformer.load(folder, task=...)."
-        )
-    found: Any = find_task(_TASKS[kind])
-    arguments = {"model_name": str(folder), "tokenizer": None, **(_classes(config) if "classification" in kind else {})}
-    return TaskRecord(found.__name__, found.__module__, arguments, {}, DatasetInfo(), {}, {})
-
-
-def _classes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The classes in the configuration of a model of transformers; without names, there are two."""
-    names = config.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
-    given = [str(name) for _, name in sorted(names.items(), key=lambda item: int(item[0]))]
-    problems = {"multi_label_classification": "multi", "regression": "regression"}
-    problem = problems.get(str(config.get("problem_type")), "regression" if len(given) == 1 else "single")
-    if str(config.get("architectures")).find("ForTokenClassification") >= 0:
-        return {"class_names": given}
-    return {"problem": problem, **({"num_classes": len(given)} if problem == "regression" else {"class_names": given})}
-
-
-def _changes(record: TaskRecord, folder: Path, base: str | Path | None) -> dict[str, Any]:
+def _changes(record: TaskRecord, folder: Path | str, base: str | Path | None) -> dict[str, Any]:
     """Arguments that differ where the model is only used: weights and tokenizer come from the folder."""
+    if isinstance(folder, str) or (is_adapter_folder(folder) and TaskRecord.read(folder) is None):
+        return {}  # the record was made for it
     names = {*record.arguments, *record.opaque}
     saved = SavedAdapters.read(folder)
     is_adapter = saved is not None
@@ -230,9 +225,9 @@ def _changes(record: TaskRecord, folder: Path, base: str | Path | None) -> dict[
     return changes
 
 
-def _keeps_reference(record: TaskRecord, folder: Path) -> bool:
+def _keeps_reference(record: TaskRecord, folder: Path | str) -> bool:
     """Whether a task finds its reference model again: it was named, or is the base of the only adapter."""
-    saved, reference = SavedAdapters.read(folder), record.arguments.get("reference")
+    saved, reference = SavedAdapters.read(Path(folder)), record.arguments.get("reference")
     if not isinstance(reference, str) or not is_base(reference):
         return reference is not None
     if saved is None or saved.merged:

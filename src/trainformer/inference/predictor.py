@@ -26,13 +26,13 @@ class Predictor:
     (['id', 'prediction', 'probabilities', 'probability'], True)
     """
 
-    def __init__(self, trainer: Trainer, source: Path) -> None:
+    def __init__(self, trainer: Trainer, source: Path | str) -> None:
         self.trainer = trainer
         self.task = trainer.task
         self.source = source
 
     def __repr__(self) -> str:
-        return f"Predictor({type(self.task).__name__} from {str(self.source)!r} on {self.device})"
+        return f"{type(self).__name__}({type(self.task).__name__} from {str(self.source)!r} on {self.device})"
 
     @property
     def class_names(self) -> list[str] | None:

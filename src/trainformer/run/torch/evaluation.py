@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -28,7 +28,7 @@ from trainformer.engine.evaluation import evaluate
 from trainformer.engine.metric_values import as_metrics, check_unique
 from trainformer.run.api import BatchLoader
 from trainformer.run.logging import eval_progress
-from trainformer.run.predictions import Columns, named_columns
+from trainformer.run.predictions import Columns, named_columns, rows_of
 from trainformer.run.torch.data import TrainingData, is_loader, is_open, load, load_options, make_source
 from trainformer.run.torch.settings import RunSettings
 from trainformer.run.validation_sets import metric_name, validation_sets
@@ -216,14 +216,41 @@ class Evaluation:
             )
         return self.validate(most=most)
 
-    def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, Any]]:
-        """One dict per sample, in input order."""
+    def predict(self, data: Any, batch_size: int | None = None, **options: Any) -> list[dict[str, Any]]:
+        """One dict per sample, in input order. `options` are those of a task that generates."""
+        if self._generates(options):
+            rows = [row for columns in self._generated(data, batch_size, options) for row in rows_of(columns)]
+            return [{name: value for name, value in row.items() if name != "index"} for row in rows]
         return self.inference.predict(*self._inputs(data, batch_size))
 
-    def predicted_columns(self, data: Any, batch_size: int | None = None) -> Iterator[Columns]:
-        """Predictions with ids and class names, batch by batch."""
+    def predicted_columns(self, data: Any, batch_size: int | None = None, **options: Any) -> Iterator[Columns]:
+        """Predictions with ids and class names, batch by batch. `options` are those of a task that generates."""
+        if self._generates(options):
+            return self._generated(data, batch_size, options)
         source, ids = self._inputs(data, batch_size)
         return named_columns(self.task, self.inference.batches(source), ids)
+
+    def _generates(self, options: Mapping[str, Any]) -> bool:
+        """Whether predictions are texts that the task generates for records."""
+        generates = hasattr(self.task, "predict_records") and not hasattr(self.task, "predict_step")
+        if options and not generates:
+            what = f"no options of generate for {type(self.task).__name__}"
+            raise BadArgument(expected(what, ", ".join(options)))
+        return generates
+
+    def _generated(self, data: Any, batch_size: int | None, options: Mapping[str, Any]) -> Iterator[Columns]:
+        """The texts that a task generates for records. Every rank generates all of them."""
+        records = self.task.load_prompts(data)
+        size = batch_size or self.settings.eval_batch_size or self.settings.batch_size
+        with (
+            self.inference.eval_mode(),
+            eval_progress(self.inference.callbacks, self.inference.owner, -(-len(records) // size)) as advance,
+        ):
+            rows = self.task.predict_records(records, size, **options)
+            for index, (name, row) in enumerate(zip(sample_ids(records), rows, strict=False)):
+                if advance is not None:
+                    advance(1)
+                yield {key: [value] for key, value in {"index": index, "id": name, **row}.items()}
 
     def _inputs(self, data: Any, batch_size: int | None) -> tuple[DataSource, Iterator[Any]]:
         """The batches of data to predict for, and the ids of the samples."""

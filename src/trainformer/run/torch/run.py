@@ -182,20 +182,23 @@ class TorchRun(Run):
         """Eval mode with the model to evaluate and its own random numbers."""
         return self._evaluation.inference.eval_mode()
 
-    def predict(self, data: Any, batch_size: int | None = None) -> list[dict[str, Any]]:
+    def predict(self, data: Any, batch_size: int | None = None, **options: Any) -> list[dict[str, Any]]:
         """One dict per sample, in input order."""
-        return self._evaluation.predict(data, batch_size)
+        return self._evaluation.predict(data, batch_size, **options)
 
-    def predicted_columns(self, data: Any, batch_size: int | None = None) -> Iterator[Columns]:
+    def predicted_columns(self, data: Any, batch_size: int | None = None, **options: Any) -> Iterator[Columns]:
         """Predictions with ids and class names, batch by batch. A collective: every rank must take all of them."""
-        return self._evaluation.predicted_columns(data, batch_size)
+        return self._evaluation.predicted_columns(data, batch_size, **options)
 
-    def write_predictions(self, data: Any, path: Path, batch_size: int | None = None, format: str | None = None) -> int:
+    def write_predictions(
+        self, data: Any, path: Path, batch_size: int | None = None, format: str | None = None, **options: Any
+    ) -> int:
         """Write predictions to a file as they are made; returns their number. A collective: rank 0 writes."""
         form = format or format_of(path)
         if form == "parquet":
             require("pyarrow", "datasets", "to write Parquet")
-        return self.consume_on_main(self.predicted_columns(data, batch_size), lambda b: write_file(b, path, form))
+        batches = self.predicted_columns(data, batch_size, **options)
+        return self.consume_on_main(batches, lambda b: write_file(b, path, form))
 
     def consume_on_main(self, batches: Iterator[Columns], function: Callable[[Iterator[Columns]], int]) -> int:
         """Call a function with batches on rank 0, and return its result. If it fails there, all ranks fail."""

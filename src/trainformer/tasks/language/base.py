@@ -22,10 +22,11 @@ from trainformer.adapters.base import Adapter, adapted_model, is_adapted, unwrap
 from trainformer.adapters.prefix import PrefixTuning
 from trainformer.adapters.qlora import is_quantised
 from trainformer.adapters.saved import check_trainable, merge_adapters, open_adapters, remember_frozen, stack_adapter
-from trainformer.core import BadArgument, Loss
+from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import check_choice, check_count, expected
 from trainformer.data.text.collate import pad
 from trainformer.data.text.encode import IGNORE_INDEX, Encoder
+from trainformer.data.text.generation import GenerationPrompt, as_prompts, is_conversation, read_prompt
 from trainformer.data.text.prepare import has_tokens
 from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.sources import load_text
@@ -36,6 +37,7 @@ from trainformer.models.language import OutputStates, ensure_pad_token, load_mod
 from trainformer.models.modes import eval_mode
 from trainformer.models.rope import check_rope_scaling, keep_overrides, scaled_source
 from trainformer.tasks.adapter_mixin import AdapterMixin
+from trainformer.tasks.language.generation import Generated, generate_texts, preserved_random, row_seeds
 from trainformer.tasks.language.positions import fit_lengths
 from trainformer.tasks.language.pretrained import Pretrained, find_pretrained
 
@@ -205,7 +207,7 @@ class LanguageTask(AdapterMixin):
         """The output of transformers' `generate` in eval mode, without sampling by default."""
         model: Any = unwrap_model(self.model)
         inputs = {name: value.to(model.device) for name, value in inputs.items()}
-        with eval_mode(model):
+        with eval_mode(model), preserved_random():
             return model.generate(
                 **inputs, **{"do_sample": False, "pad_token_id": self.text_tokenizer.pad_token_id, **options}
             )
@@ -327,18 +329,79 @@ class TokenPredictionTask(LanguageTask):
 class GenerationMixin(TextTask):
     """Text generation with causal language models."""
 
-    def generate(self, prompts: str | Sequence[str], max_new_tokens: int = 64, **options: Any) -> list[str]:
-        """Continue prompts; `options` are passed to transformers' `generate` (`do_sample`, `temperature`, ...)."""
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        if not texts or any(not text for text in texts):
-            raise BadArgument(expected("prompts of at least one character", prompts))
-        tokenizer = self.text_tokenizer
-        # Left padding: generated tokens must follow the prompt.
-        examples = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
-        batch = pad(examples, tokenizer.pad_token_id, side="left", multiple_of=1)
-        del batch["labels"]
-        generated = self._generate_tokens(batch, max_new_tokens=max_new_tokens, **options)
-        return tokenizer.batch_decode(generated[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    def generate(
+        self,
+        prompts: Any,
+        max_new_tokens: int = 64,
+        *,
+        tools: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        seed: int | Sequence[int] | None = None,
+        **options: Any,
+    ) -> list[str]:
+        """Continue texts and answer conversations: the new text of each prompt, always as a list.
+
+        `prompts` is a text, a conversation (a list of messages), a record with one of them, or a list of these. Texts
+        are continued as they are. Conversations are rendered by the chat template with the beginning of an answer;
+        `tools` and `chat_template_kwargs` are passed to it. `continue_final_message` continues the assistant's last
+        turn. A text ends at any stop token of the model's generation config, the tokenizer or the chat template.
+
+        `options` are those of transformers' `generate`. Without any, the most likely token is taken; `temperature`,
+        `top_k`, `top_p`, `min_p` or `do_sample=True` sample, and `seed` decides what: one for all prompts, or one for
+        each. By default it follows the run's random numbers. Their state is never changed.
+        """
+        given, _ = as_prompts(
+            prompts,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            prompt_template=getattr(self, "prompt_template", None),
+        )
+        return [made.text for made in self.generate_texts(given, max_new_tokens, seed, **options)]
+
+    def generate_texts(
+        self,
+        prompts: Sequence[GenerationPrompt],
+        max_new_tokens: int = 64,
+        seed: int | Sequence[int] | None = None,
+        **options: Any,
+    ) -> list[Generated]:
+        """The same for prompts that were read already, with the numbers of tokens and why each text ended."""
+        return generate_texts(self.model, self.text_tokenizer, prompts, max_new_tokens, seed, **options)
+
+    def predict_records(
+        self, records: Any, batch_size: int, *, max_new_tokens: int = 64, seed: int = 0, **options: Any
+    ) -> Iterator[dict[str, Any]]:
+        """A row per record, in order: the `prompt` as the model reads it, the `text`, and the `target` if there is one.
+
+        If the last turn of `messages` is the assistant's, it is the target, and so is a `completion`. All records are
+        checked before the first text is generated. Sampling depends on the seed and the number of the record.
+        """
+        check_count("batch_size", batch_size)
+        template = getattr(self, "prompt_template", None)
+
+        def read(place: int) -> GenerationPrompt:
+            return read_prompt(records[place], place, template)
+
+        # All of them, not up to the first with a target: a bad record is an error before the first text.
+        has_targets = sum(read(place).target is not None for place in range(len(records))) > 0
+        for first in range(0, len(records), batch_size):
+            prompts = [read(place) for place in range(first, min(first + batch_size, len(records)))]
+            texts = self.generate_texts(prompts, max_new_tokens, row_seeds(seed, len(prompts), first), **options)
+            for prompt, made in zip(prompts, texts, strict=True):
+                target = {"target": prompt.target} if has_targets else {}
+                yield {"prompt": prompt.render(self.text_tokenizer), "text": made.text, **target}
+
+    def load_prompts(self, data: Any) -> Any:
+        """Records for `predict_records`: from a path, where each line of a text file is a prompt, or a list of them."""
+        if isinstance(data, str | Path):
+            return load_text(data, split="line" if Path(data).suffix == ".txt" else None)
+        if isinstance(data, Mapping) or is_conversation(data):
+            return [data]
+        if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+            raise DataError(expected("a list of prompts, conversations or records, or the path of a file", type(data)))
+        return data
 
 
 def standard_records(dataset: Any) -> Any:

@@ -76,10 +76,10 @@ def sample_tokens(
         raise BadArgument(expected(f"one seed per prompt, ({len(input_ids)},)", tuple(seeds.shape)))
     inner: Any = unwrap_model(model)
     base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # of a PeftModel
-    processors = _processors(options)
+    processors = warpers(options)
     if options.temperature > 0:
         numbers = row_numbers(seeds, options.max_new_tokens, drawn).to(input_ids.device)
-        processors.append(_InverseSampling(numbers, input_ids.shape[1]))
+        processors.append(InverseSampling(numbers, input_ids.shape[1]))
     with eval_mode(inner), _plain_generation(base, options, stop_ids, pad_id):
         found = inner.generate(
             input_ids=input_ids, attention_mask=attention_mask, logits_processor=processors, synced_gpus=synced_gpus
@@ -112,7 +112,8 @@ def row_numbers(seeds: Tensor, length: int, drawn: Tensor | None = None) -> Tens
     return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, length, dtype=torch.float64)
 
 
-def _processors(options: SamplingOptions) -> Any:
+def warpers(options: SamplingOptions) -> Any:
+    """The logits processors of transformers for the options."""
     from transformers.generation import logits_process as made
 
     found = made.LogitsProcessorList()
@@ -131,7 +132,7 @@ def _processors(options: SamplingOptions) -> Any:
     return found
 
 
-class _InverseSampling:
+class InverseSampling:
     """A logits processor that leaves one token: the inverse of the cumulative distribution at a given number."""
 
     def __init__(self, numbers: Tensor, prompt_length: int) -> None:
