@@ -105,7 +105,7 @@ class ModelTask(TaskBase):
                 self._flos_per_input = ranks * self.front.floating_point_ops(inputs) / size
             self.flos += self._flos_per_input * size
 
-    def begin_window(self, batches: Sequence[Any]) -> None:
+    def begin_window(self, batches: Sequence[Any], sizes: Sequence[int]) -> None:
         """The batches of the next step, if `wants_window`: `training_step` needs to know their weight."""
         self.window_weight = _at_least_one(sum(self.weight_of(batch) for batch in batches))
         self.front.current_gradient_accumulation_steps = len(batches)

@@ -20,7 +20,10 @@ def use_padding_row(model: Any, tokenizer: Any, *, is_new: bool) -> None:
     1 / sqrt(eps), about 1,000: after a dozen layers it overflows, and all gradients are NaN. New models get a random
     row that is trained; padding has no influence on the loss either way. Given models are left alone, with a warning.
     """
-    embedding = model.get_input_embeddings()
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:  # a model with two towers
+        return
     index = getattr(embedding, "padding_idx", None)
     real = {*stop_token_ids(model, tokenizer), getattr(tokenizer, "bos_token_id", None)}
     if index is None or index not in real or embedding.weight.is_meta or bool(embedding.weight[index].any()):

@@ -190,7 +190,8 @@ class TorchBackend(DeviceScalars):
     def begin_window(self, batches: Sequence[DeviceBatch]) -> None:
         """Pass the micro-batches of the next step to the task, and their totals if it has `step_totals`."""
         if hasattr(self.task, "begin_window"):
-            self.task.begin_window([batch.data for batch in batches])
+            with self.precision.forward():
+                self.task.begin_window([batch.data for batch in batches], [batch.size for batch in batches])
         if hasattr(self.task, "step_totals"):
             self._reduce_totals(batches)
 

@@ -21,6 +21,7 @@ from trainformer.losses.preference import (
     cpo_loss,
     preference_rewards,
 )
+from trainformer.models.language import OutputStates
 from trainformer.tasks.language.preference import PairTerms, PreferenceTask, flat_pairs, of_pairs
 from trainformer.tasks.language.reference import AnswerScorer
 
@@ -58,6 +59,10 @@ class CPO(PreferenceTask):
     @property
     def nll_weight(self) -> float:
         return self.cpo_alpha
+
+    @property
+    def _router_states(self) -> OutputStates:
+        return self._scores.states
 
     def _terms(self, batch: Mapping[str, Tensor], train: bool) -> PairTerms:
         found = self._scores(self.model, flat_pairs(batch))

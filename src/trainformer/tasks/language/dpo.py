@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainformer.core import BadArgument, Loss
+from trainformer.core import BadArgument
 from trainformer.core.errors import check_choice, expected
 from trainformer.data.text.encode import IGNORE_INDEX
 from trainformer.losses.numerics import check_positive
@@ -31,7 +31,6 @@ from trainformer.losses.tokens import SequenceLogProbs
 from trainformer.models.language import OutputStates
 from trainformer.tasks.language.preference import PairTerms, PreferenceTask, flat_pairs, of_pairs
 from trainformer.tasks.language.reference import AnswerScorer, ReferenceMixin, is_base
-from trainformer.tasks.language.router import RouterLossMixin
 
 _BETAS = {  # as in their papers
     **dict.fromkeys(("sigmoid", "ipo", "hinge", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard"), 0.1),
@@ -45,7 +44,7 @@ _SFT = "sft"
 
 
 @dataclass(eq=False)
-class DPO(RouterLossMixin, ReferenceMixin, PreferenceTask):
+class DPO(ReferenceMixin, PreferenceTask):
     """Train a causal language model to prefer the chosen of two answers.
 
     Records have a `prompt`, a `chosen` and a `rejected` answer, as texts or messages; if both answers are whole
@@ -157,18 +156,6 @@ class DPO(RouterLossMixin, ReferenceMixin, PreferenceTask):
 
     # -- steps ---------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
-        """The loss summed over pairs, and rewards; with the router loss of a mixture of experts."""
-        with self._noisy(batch):
-            loss = super().train_step(batch)
-        return self._with_router_loss(loss, batch)
-
-    def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Loss without label smoothing, and rewards."""
-        found = super().eval_step(batch)
-        self._evaluate_router(batch)
-        return found
-
     def _terms(self, batch: Mapping[str, Tensor], train: bool) -> PairTerms:
         assert self.beta is not None
         answers = flat_pairs(batch)
@@ -211,17 +198,14 @@ class DPO(RouterLossMixin, ReferenceMixin, PreferenceTask):
             **options,
         )
 
-    @torch.no_grad()
-    def _reference_log_probs(self, answers: Mapping[str, Tensor]) -> SequenceLogProbs:
-        with self.reference_model() as model:
-            return self._reference_scores(model, answers)
-
     @property
     def _router_states(self) -> OutputStates:
         return self._policy_scores.states
 
-    def _router_weight(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return torch.tensor(len(batch["labels"]), device=batch["labels"].device)
+    @torch.no_grad()
+    def _reference_log_probs(self, answers: Mapping[str, Tensor]) -> SequenceLogProbs:
+        with self.reference_model() as model:
+            return self._reference_scores(model, answers)
 
 
 def _length_weights(labels: Tensor, alpha: float) -> Tensor:

@@ -23,10 +23,12 @@ from trainformer.data.text.encode import IGNORE_INDEX
 from trainformer.data.text.preferences import Unpaired, UnpairedEncoder, unpaired_tokens
 from trainformer.losses.numerics import check_positive
 from trainformer.losses.preference import KTOVariant, check_weight, kto_loss
+from trainformer.models.language import OutputStates
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.base import GenerationMixin, data_name
 from trainformer.tasks.language.preference import check_truncation
 from trainformer.tasks.language.reference import AnswerScorer, ReferenceMixin
+from trainformer.tasks.language.router import RouterLossMixin
 
 logger = logging.getLogger("trainformer")
 
@@ -35,7 +37,7 @@ _INPUTS = ("input_ids", "labels")
 
 
 @dataclass(eq=False)
-class KTO(ReferenceMixin, GenerationMixin):
+class KTO(RouterLossMixin, ReferenceMixin, GenerationMixin):
     """Train a causal language model on answers of which each is desirable or not.
 
     Records have a `prompt`, a `completion` (texts or messages) and a `label`: true if the completion is desirable. They
@@ -85,7 +87,7 @@ class KTO(ReferenceMixin, GenerationMixin):
             prompt_template=self.prompt_template,
         )
         options: Any = {"cache_dir": self.cache_dir, "name": data_name(train)}
-        tokens = unpaired_tokens(dataset, encoder, kl=self.wants_window, **options)
+        tokens = unpaired_tokens(dataset, encoder, kl=self.needs_divergence, **options)
         if train and isinstance(tokens, Unpaired):
             self._check_balance(*tokens.label_counts())
         return tokens
@@ -115,11 +117,18 @@ class KTO(ReferenceMixin, GenerationMixin):
 
     @property
     def wants_window(self) -> bool:
+        """Whether the loss depends on totals over the whole step: the KL divergence, and the load of experts."""
+        return self.needs_divergence or super().wants_window
+
+    @property
+    def needs_divergence(self) -> bool:
         """Whether the loss depends on the KL divergence, an estimate over the whole step."""
         return self.loss == "kto"
 
     def step_totals(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The log ratios of the mismatched answers, summed, and their number."""
+        if not self.needs_divergence:
+            return torch.zeros(2, dtype=torch.float64, device=batch["input_ids"].device)
         with eval_mode(self.model):
             ratios = self._kl_log_ratios(batch).double()
         return torch.stack([ratios.sum(), torch.full_like(ratios[0], len(ratios))])
@@ -140,7 +149,7 @@ class KTO(ReferenceMixin, GenerationMixin):
 
     def _divergence(self, batch: Mapping[str, Tensor]) -> Tensor | float:
         """The estimated KL divergence: of the whole step, or of the batch if it is a step of its own."""
-        if not self.wants_window:
+        if not self.needs_divergence:
             return 0.0
         total, count = (self.step_totals(batch) if self._totals is None else self._totals).unbind()
         return (total / count).clamp(min=0)
@@ -160,22 +169,32 @@ class KTO(ReferenceMixin, GenerationMixin):
         """The loss summed over answers, the rewards of both kinds, and the KL divergence."""
         kl = self._divergence(batch)
         reference, desirable = self._reference_log_probs(batch), batch["desirable"]
-        policy = self._policy_scores(self.model, batch).sum
+        with self._noisy(batch):
+            policy = self._policy_scores(self.model, batch).sum
         losses = self._loss(policy, reference, desirable, kl)
         rewards = self.beta * (policy.detach() - reference)
         metrics: dict[str, Any] = {
             "rewards/chosen": ((rewards * desirable).sum(), desirable.sum()),
             "rewards/rejected": ((rewards * ~desirable).sum(), (~desirable).sum()),
         }
-        if self.wants_window:
+        if self.needs_divergence:
             metrics["kl"] = (kl * len(losses), len(losses))
-        return Loss(losses.sum(), len(losses), metrics=metrics, per_sample=losses.detach())
+        loss = Loss(losses.sum(), len(losses), metrics=metrics, per_sample=losses.detach())
+        return self._with_router_loss(loss, batch)
+
+    @property
+    def _router_states(self) -> OutputStates:
+        return self._policy_scores.states
+
+    def _router_weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return torch.tensor(len(batch["labels"]), device=batch["labels"].device)
 
     def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """What `on_eval_end` computes the loss from, per answer."""
         reference = self._reference_log_probs(batch)
         rows = {"log_prob": self._policy_scores(self.model, batch).sum, "reference_log_prob": reference}
-        if self.wants_window:
+        self._evaluate_router(batch)
+        if self.needs_divergence:
             rows["kl_log_ratio"] = self._kl_log_ratios(batch)
         return {**rows, "desirable": batch["desirable"]}
 

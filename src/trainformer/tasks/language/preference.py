@@ -23,6 +23,7 @@ from trainformer.data.text.prepare import PairEncoder, preference_tokens
 from trainformer.losses.preference import PreferenceRewards
 from trainformer.losses.tokens import SequenceLogProbs
 from trainformer.tasks.language.base import GenerationMixin, data_name
+from trainformer.tasks.language.router import RouterLossMixin
 
 
 class PairTerms(NamedTuple):
@@ -35,7 +36,7 @@ class PairTerms(NamedTuple):
 
 
 @dataclass(eq=False)
-class PreferenceTask(GenerationMixin):
+class PreferenceTask(RouterLossMixin, GenerationMixin):
     """Train a causal language model on pairs of answers. A subclass defines the loss of a pair."""
 
     model_name: Any = "gpt2"
@@ -84,7 +85,7 @@ class PreferenceTask(GenerationMixin):
     @property
     def wants_window(self) -> bool:
         """Whether the loss depends on totals over the whole step."""
-        return bool(self.nll_weight)
+        return bool(self.nll_weight) or super().wants_window
 
     def step_totals(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Numbers of pairs, and of tokens of their chosen answers."""
@@ -102,18 +103,24 @@ class PreferenceTask(GenerationMixin):
 
     def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
         """The loss summed over pairs, and rewards."""
-        terms = self._terms(batch, train=True)
+        with self._noisy(batch):
+            terms = self._terms(batch, train=True)
         losses, metrics = terms.losses, _reward_metrics(terms.rewards)
         if self.nll_weight:
             pairs, tokens = (self.step_totals(batch) if self._totals is None else self._totals).unbind()
             # The engine divides by the number of pairs; this term is to be divided by that of tokens.
             losses = losses + self.nll_weight * terms.nll * (pairs / tokens.clamp(min=1))
             metrics["nll_loss"] = (terms.nll.detach().sum(), terms.tokens.sum())
-        return Loss(losses.sum(), len(losses), metrics=metrics, per_sample=losses.detach())
+        loss = Loss(losses.sum(), len(losses), metrics=metrics, per_sample=losses.detach())
+        return self._with_router_loss(loss, batch)
+
+    def _router_weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return torch.tensor(len(batch["labels"]), device=batch["labels"].device)
 
     def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Loss without label smoothing, and rewards."""
         terms = self._terms(batch, train=False)
+        self._evaluate_router(batch)
         loss, metrics = (terms.losses.sum(), len(terms.losses)), _reward_metrics(terms.rewards)
         if not self.nll_weight:
             return {"loss": loss, **metrics}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -100,37 +100,32 @@ class RouterLossMixin(NoisyEmbeddingsMixin):
     # -- training ------------------------------------------------------------------------------------------
 
     @property
-    def _wants_router_totals(self) -> bool:
-        return self._experts is not None and self._accumulates and self._has_router_loss and self.router_loss == "step"
+    def wants_window(self) -> bool:
+        """Whether all micro-batches of a step must be known before the first."""
+        return self._counts_experts
 
     @property
-    def wants_window(self) -> bool:
-        """Whether the loss depends on totals over the whole step."""
-        return self._wants_router_totals or bool(getattr(super(), "wants_window", False))
+    def _counts_experts(self) -> bool:
+        """Whether the tokens of each expert are counted before a step."""
+        return self._experts is not None and self._accumulates and self._has_router_loss and self.router_loss == "step"
 
-    def step_totals(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The router's statistics of a batch and its weight, after other totals of the task."""
-        totals = [super().step_totals(batch)] if getattr(super(), "wants_window", False) else []  # type: ignore[misc]
-        if self._wants_router_totals:
-            if any(is_dtensor(p) for p in self.model.parameters()):
-                what = "router_loss='batch' with gradient accumulation and sharded parameters"
-                raise BadArgument(expected(what, self.router_loss, "Pass it, or accumulation_steps=1."))
-            with eval_mode(self.model):
-                found = self._route(batch)
-            self._like = found.detached()
-            totals += [value.double().flatten() for value in (*found, self._router_weight(batch))]
-        return torch.cat(totals)
-
-    def use_step_totals(self, totals: Tensor) -> None:
-        """Take the sums over all micro-batches and processes of the next step."""
-        if self._wants_router_totals:
-            sizes = [value.numel() for value in self._like]
-            totals, *found, weight = totals.split([len(totals) - sum(sizes) - 1, *sizes, 1])
-            pairs = zip(found, self._like, strict=True)
-            whole = RouterStatistics(*(value.view_as(like).to(like) for value, like in pairs))
-            self._whole = whole, weight[0].to(whole.tokens)
-        if getattr(super(), "wants_window", False):
-            super().use_step_totals(totals)  # type: ignore[misc]
+    @torch.no_grad()
+    def begin_window(self, batches: Sequence[Mapping[str, Tensor]], sizes: Sequence[int]) -> None:
+        """Count the tokens of each expert in the micro-batches of the next step. Those of size 0 are padding."""
+        if not self._counts_experts:
+            return
+        if any(is_dtensor(p) for p in self.model.parameters()):
+            what = "router_loss='batch' with gradient accumulation and sharded parameters"
+            raise BadArgument(expected(what, self.router_loss, "Pass it, or accumulation_steps=1."))
+        found: RouterStatistics | None = None
+        weight: Tensor | None = None
+        with eval_mode(self.model):
+            for batch, size in zip(batches, sizes, strict=True):
+                part = self._route(batch) if size else _without(self._route(batch))
+                own = self._router_weight(batch).to(part.tokens) * bool(size)
+                found, weight = (part, own) if found is None or weight is None else (found + part, weight + own)
+        if found is not None and weight is not None:
+            self._whole = _over_ranks(found, weight)
 
     def _route(self, batch: Mapping[str, Tensor]) -> RouterStatistics:
         """The statistics of a batch, from a forward pass."""
@@ -175,7 +170,7 @@ class RouterLossMixin(NoisyEmbeddingsMixin):
 
     def _whole_step(self, part: RouterStatistics, weight: Any) -> tuple[RouterStatistics, Tensor]:
         """The statistics and the weight that the loss is relative to."""
-        if self._wants_router_totals and self._whole is not None:
+        if self._counts_experts and self._whole is not None:
             return self._whole
         own = torch.as_tensor(weight, device=part.tokens.device).to(part.tokens)
         if self.router_loss == "batch":
