@@ -92,12 +92,12 @@ def make(request: Request, draft: Path) -> dict[str, Any]:
         if request.settings.get("gradient_checkpointing"):
             model.config.use_cache = True  # off in training alone
         model.eval()
+        before = _outputs(model, kind)
+        _check_equal(wanted, before, whole, is_merged=adapter is not None)
         model.save_pretrained(str(plain if recipe else whole))
         if recipe is None:
-            _check_equal(wanted, _outputs(_opened(whole, "cpu"), kind), whole, is_merged=adapter is not None)
+            _check_equal(before, _outputs(_opened(whole, "cpu"), kind), whole)
             return {"size_before": weights_size(whole), "adapter": adapter}
-        before = _outputs(model, kind)
-        _check_equal(wanted, before, plain, is_merged=adapter is not None)
         layers = layers_for(model, recipe)
         trained = None
         if request.trained_for:
