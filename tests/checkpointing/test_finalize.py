@@ -1,5 +1,6 @@
 """From a run to a folder to deploy: the same model, opened by others; all of it or nothing; and the command for it."""
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from text_toys import (
     bart,
@@ -28,9 +30,11 @@ from trainformer import Trainer
 from trainformer.adapters import LoRA, PrefixTuning, QLoRA
 from trainformer.backends.torch.quantize import RECIPES, recipe_named, restore_linear
 from trainformer.checkpoint import InvalidCheckpoint, finalize, list_checkpoints
+from trainformer.checkpointing.manifest import FileRecord, Manifest
 from trainformer.cli import main
 from trainformer.cli.trained import QUANTIZATION_RECIPES
 from trainformer.core.errors import BadArgument, DataError
+from trainformer.models.language import load_model
 from trainformer.run import run_of
 from trainformer.tasks import CausalLM, MaskedLM, Seq2Seq
 
@@ -152,6 +156,59 @@ def test_an_adapter_finds_the_model_it_is_told(tmp_path):
     torch.testing.assert_close(logits(opened(tmp_path / "out")), logits(trainer.task.model), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("adapter", [None, LoRA(r=4)])
+def test_what_differs_from_the_trained_model_is_not_published(tmp_path, monkeypatch, adapter):
+    """One tensor that is written wrongly is seen in the outputs, whatever the adapter."""
+    transformers.LlamaForCausalLM(llama()).save_pretrained(tmp_path / "base")
+    short_run(tmp_path, str(tmp_path / "base"), adapter, max_steps=1)
+    write = transformers.PreTrainedModel.save_pretrained
+
+    def wrongly(model, folder, **options):
+        write(model, folder, **options)
+        file = Path(folder) / "model.safetensors"
+        tensors = load_file(file)
+        tensors["model.layers.1.mlp.down_proj.weight"][3] += 0.1
+        save_file(tensors, file, {"format": "pt"})
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", wrongly)
+    with pytest.raises(
+        DataError, match="the outputs of the trained model when it is read back, received 'a difference"
+    ):
+        finalize(tmp_path / "run", tmp_path / "out")
+    assert nothing_left(tmp_path)
+    monkeypatch.undo()
+    finalize(tmp_path / "run", tmp_path / "out")
+
+
+def test_weights_that_are_missing_or_left_over_are_an_error(tmp_path):
+    """Neither is a model filled up with random weights, nor is a weight left out in silence."""
+    short_run(tmp_path, max_steps=1)
+    folder = checkpoint_of_folder(tmp_path)
+    whole = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    for odd in ({k: v for k, v in whole.items() if k != name}, {**whole, "model.other": torch.ones(2)}):
+        save_file(odd, folder / "model.safetensors", {"format": "pt"})
+        manifest = Manifest.read(folder)
+        record = [FileRecord.of(folder, "model.safetensors")]
+        again = dataclasses.replace(manifest, components={**manifest.components, "model": record})
+        (folder / "manifest.json").write_bytes(again.to_bytes())
+        word = "up_proj" if name not in odd else "model.other"
+        with pytest.raises(DataError, match=rf"exactly the weights of LlamaForCausalLM.*{word}"):
+            finalize(tmp_path / "run", tmp_path / "out")
+        assert nothing_left(tmp_path)
+        with pytest.raises(BadArgument, match=rf"with exactly the weights of LlamaForCausalLM.*{word}"):
+            load_model(folder, "causal_lm")
+    # The head of a classifier is new, unless the folder is that of a classifier.
+    save_file(whole, folder / "model.safetensors", {"format": "pt"})
+    classifier = load_model(folder, "sequence_classification")
+    assert classifier.new_weights == ["score.weight"]
+    classifier.save_pretrained(tmp_path / "classifier")
+    file = tmp_path / "classifier" / "model.safetensors"
+    save_file({k: v for k, v in load_file(file).items() if "score" not in k}, file, {"format": "pt"})
+    with pytest.raises(BadArgument, match=r"1 missing .score.weight."):
+        load_model(tmp_path / "classifier", "sequence_classification")
+
+
 def test_a_model_in_4_bits_is_merged_as_it_was_trained(tmp_path):
     pytest.importorskip("bitsandbytes")
     transformers.LlamaForCausalLM(llama(hidden_size=64)).save_pretrained(tmp_path / "base")
@@ -185,8 +242,6 @@ def test_of_other_models_the_weights_are_written(tmp_path):
     trainer = Trainer(MeanTask(mlp()), classes(), max_steps=3, log="none", run_dir=tmp_path / "run").fit()
     result = finalize(tmp_path / "run", tmp_path / "out")
     model = mlp(hidden=8)
-    from safetensors.torch import load_file
-
     model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
     assert same(weights(MeanTask(model)), weights(trainer.task))
     assert result.compared == "weights"

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models, normalizers, trainers
 
 from text_toys import CHATML, bert, chat_tokenizer, gpt2, llama, masking_tokenizer, sentences, trainer_for
 from trainformer.checkpoint import finalize
@@ -103,6 +104,79 @@ def test_llama_cpp_computes_the_same(folder):
         runtime.close()
 
 
+READ = {
+    "llama": CONFIGS["llama"],
+    "llama, tied": transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "mistral": CONFIGS["mistral"],
+    "qwen2": CONFIGS["qwen2"],
+    "qwen2, tied": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": transformers.Qwen3Config(**SIZES),  # transformers reads no other width of heads than the default
+    "qwen3, tied": transformers.Qwen3Config(**SIZES, tie_word_embeddings=True),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_transformers_reads_the_same_model_and_tokenizer_from_the_file(name, tmp_path):
+    """It has a reader of its own, with its own names of tensors and order of rotated rows."""
+    pytest.importorskip("gguf")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(READ[name]).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2)
+    model.save_pretrained(tmp_path / "model")
+    chat_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "alone").mkdir()
+    write_gguf(tmp_path / "model", "f32").rename(tmp_path / "alone" / "model.gguf")
+    options = {"gguf_file": "model.gguf"}
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone", dtype=torch.float32, **options).eval()
+    ids = torch.randint(2, 300, (2, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(read(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "alone", **options)
+    for text in ("the quick", "Hello, wörld!  123 it's\n\nnew 你好", " lead"):
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == chat_tokenizer()(text)["input_ids"]
+
+
+def sentencepiece_tokenizer():
+    """As that of Llama 2: spaces are part of the words, and unknown characters are bytes."""
+    plain = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    plain.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{number:02X}>" for number in range(256))]
+    plain.train_from_iterator(
+        sentences(), trainers.BpeTrainer(vocab_size=330, special_tokens=special[:3], show_progress=False)
+    )
+    content = json.loads(plain.to_str())
+    vocabulary = content["model"]["vocab"]
+    for token in special[3:]:
+        vocabulary[token] = len(vocabulary)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(content)), bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def test_a_tokenizer_like_sentencepieces(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.chat_template = CHATML
+    sizes = {**SIZES, "vocab_size": len(tokenizer) + 2}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    reader = gguf.GGUFReader(write_gguf(tmp_path, "f16"))
+    assert field(reader, "tokenizer.ggml.model") == "llama"
+    assert field(reader, "tokenizer.ggml.add_space_prefix") is True
+    assert field(reader, "tokenizer.chat_template") == CHATML
+    tokens, types = field(reader, "tokenizer.ggml.tokens"), field(reader, "tokenizer.ggml.token_type")
+    scores = field(reader, "tokenizer.ggml.scores")
+    assert tokens[: len(tokenizer)] == tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    assert sum(kind == gguf.TokenType.BYTE for kind in types) == 256
+    assert sum(kind == gguf.TokenType.UNUSED for kind in types) == 2
+    assert types[tokenizer.unk_token_id] == gguf.TokenType.UNKNOWN
+    # Pairs are merged in the order of their scores, which is that of the merges.
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    ranked = [scores[tokens.index("".join(pair))] for pair in merges]
+    assert ranked == sorted(ranked, reverse=True)
+
+
 def test_finalize_makes_a_folder_for_llama_cpp_and_ollama(tmp_path, capsys):
     gguf = pytest.importorskip("gguf")
     task = CausalLM(llama(), max_length=32, tokenizer=chat_tokenizer(), cache_dir=tmp_path / "tokens")
@@ -118,6 +192,9 @@ def test_finalize_makes_a_folder_for_llama_cpp_and_ollama(tmp_path, capsys):
         '{{ else if eq .Role "user" }}<|user|>{{ .Content }}</s>{{ else if eq .Role "assistant" }}<|assistant|>'
         '{{ .Content }}</s>{{ end }}{{- end }}<|assistant|>"""\nPARAMETER stop "</s>"\n'
     )
+    assert main(["finalize", str(tmp_path / "run"), str(tmp_path / "default"), "--json", "--gguf"]) == 0
+    assert json.loads(capsys.readouterr().out)["gguf"] == "f16"
+    assert finalize(tmp_path / "run", tmp_path / "true", gguf=True).gguf == "f16"
     words = ["finalize", str(tmp_path / "run"), str(tmp_path / "again"), "--gguf", "q8_0", "--json"]
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["gguf"] == "q8_0"

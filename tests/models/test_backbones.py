@@ -133,3 +133,32 @@ def test_no_projection_and_no_normalisation():
         EmbeddingModel(backbone, 8, neck="batchnorm")
     with pytest.raises(BadArgument, match="one row of features"):
         EmbeddingModel(timm.create_model("test_resnet", num_classes=0, global_pool=""), 8)
+
+
+def test_published_weights_under_older_names_are_loaded_and_others_are_an_error(monkeypatch):
+    """torchvision renames parts of its detectors while it loads them: nothing of them stays random in silence."""
+    torchvision = pytest.importorskip("torchvision")
+    from trainformer.models.segmentation import load_published
+
+    name = "fasterrcnn_mobilenet_v3_large_320_fpn"
+    make = getattr(torchvision.models.detection, name)
+    full = make(weights=None, weights_backbone=None, num_classes=91).state_dict()
+    old = {key.replace("rpn.head.conv.0.0.", "rpn.head.conv."): value for key, value in full.items()}
+    published = dict(old)
+
+    class Weights:
+        class DEFAULT:
+            @staticmethod
+            def get_state_dict(**options):
+                return published
+
+    monkeypatch.setattr(torchvision.models, "get_model_weights", lambda _: Weights)
+    model = make(weights=None, weights_backbone=None, num_classes=5)
+    load_published(model, name)
+    found = model.state_dict()
+    equal = [key for key, value in full.items() if found[key].shape == value.shape]
+    assert "rpn.head.conv.0.0.weight" in equal
+    assert all(torch.equal(found[key], full[key]) for key in equal)
+    del published["backbone.fpn.inner_blocks.0.0.weight"]
+    with pytest.raises(DataError, match=r"backbone\.fpn\.inner_blocks\.0\.0\.weight"):
+        load_published(model, name)

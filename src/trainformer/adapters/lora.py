@@ -166,7 +166,6 @@ class LoRA(Adapter):
             return {name: list(indices) for name, indices in given.items()}
         return list(given)
 
-
     @staticmethod
     def _check_tied_rows(model: nn.Module, given: Mapping[str, Sequence[int]]) -> None:
         """Reject rows of one of two tied layers alone: peft would train a copy, and merge it into both."""

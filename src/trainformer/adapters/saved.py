@@ -30,6 +30,7 @@ from trainformer.adapters.state import (
     WEIGHTS_FILE,
     active_adapters,
     adapter_state_dict,
+    base_name,
     load_adapter,
     save_adapter,
     save_adapter_beside,
@@ -44,7 +45,7 @@ _DEFAULT = "default"
 _VERSION = 1
 _LABELS = ("id2label", "label2id", "problem_type", "pad_token_id")  # of the configuration of a classifier
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
-_MERGED = "_merged_adapters"
+_MERGED, _FROZEN = "_merged_adapters", "_frozen_adapters"
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,16 @@ class SavedAdapters:
             content = decode_json((folder / FILE).read_bytes())
             if content.pop("version") != _VERSION:
                 raise ValueError("another version; use the trainformer that it is from")
-            names = {key: tuple(content.pop(key)) for key in ("merged", "active", "inactive")}
+            names: dict[str, Any] = {key: tuple(content.pop(key)) for key in ("merged", "active", "inactive")}
             every = [content["trained"], *(name for given in names.values() for name in given)]
             if any(not isinstance(name, str) or Path(name).name != name or name == ".." for name in every):
                 raise ValueError("a name that is no name of a folder")
+            if content["trained"] not in names["active"]:
+                raise ValueError("a trained adapter that is not active")
+            # They become arguments of `from_pretrained`, of which some execute code.
+            for key, known in (("model_config", _LABELS), ("quantization", ("quant_type", "double_quant"))):
+                if odd := {*(content[key] or ())} - {*known}:
+                    raise ValueError(f"{sorted(odd)[0]} in {key}")
             return cls(folder, **names, **content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(expected(f"the description of adapters in {folder / FILE}", str(error))) from error
@@ -114,28 +121,32 @@ class SavedAdapters:
 
 
 @dataclass(frozen=True)
-class MergedAdapter:
-    """An adapter that was merged into the base of another one."""
+class AdapterCopy:
+    """The configuration and weights of an adapter that was merged into a model, or is frozen in it."""
 
     config: dict[str, Any]
     state: dict[str, Tensor]
 
     @classmethod
-    def read(cls, folder: Path) -> MergedAdapter:
+    def read(cls, folder: Path) -> AdapterCopy:
         """The adapter in a folder."""
         return cls(_config_in(folder), read_weights(folder, [WEIGHTS_FILE]))
 
     @classmethod
-    def of(cls, model: nn.Module, name: str) -> MergedAdapter:
+    def of(cls, model: nn.Module, name: str) -> AdapterCopy:
         """An adapter of a model."""
-        config = {**adapted_model(model).peft_config[name].to_dict(), "inference_mode": True}
+        inner = adapted_model(model)
+        config = {**inner.peft_config[name].to_dict(), "inference_mode": True}
+        config["base_model_name_or_path"] = config.get("base_model_name_or_path") or base_name(inner)
         state = {key: tensor.cpu().clone() for key, tensor in adapter_state_dict(model, name=name).items()}
         return cls(json.loads(json.dumps(config, default=_as_list)), state)
 
     def write(self, folder: Path) -> None:
         """Write it as peft does."""
         folder.mkdir(exist_ok=True)
-        save_file({key: tensor.contiguous() for key, tensor in self.state.items()}, folder / WEIGHTS_FILE, {"format": "pt"})
+        save_file(
+            {key: tensor.contiguous() for key, tensor in self.state.items()}, folder / WEIGHTS_FILE, {"format": "pt"}
+        )
         (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2, sort_keys=True))
 
 
@@ -169,7 +180,7 @@ def _check_complete(model: nn.Module, saved: SavedAdapters) -> None:
 def merge_adapters(model: nn.Module) -> nn.Module:
     """Merge what is active in a model into its base, which then can get another adapter. The record is kept."""
     inner = adapted_model(model)
-    merged = [MergedAdapter.of(inner, name) for name in active_adapters(inner)]
+    merged = [AdapterCopy.of(inner, name) for name in active_adapters(inner)]
     base = inner.get_base_model()
     return _with_record(merge_adapter(inner), base, merged)
 
@@ -207,9 +218,22 @@ def activate(model: nn.Module, active: tuple[str, ...], trained: str) -> None:
                 parameter.requires_grad_(False)
 
 
-def merged_into(model: nn.Module) -> list[MergedAdapter]:
+def merged_into(model: nn.Module) -> list[AdapterCopy]:
     """The adapters that were merged into a plain model before it got another one."""
     return list(getattr(model, _MERGED, ()))
+
+
+def remember_frozen(model: nn.Module) -> None:
+    """Copy the adapters that are not trained, for checkpoints: a strategy may shard the model over processes."""
+    inner = adapted_model(model)
+    others = [name for name in inner.peft_config if name != trained_adapter(inner)]
+    setattr(inner.get_base_model(), _FROZEN, {name: AdapterCopy.of(inner, name) for name in others})
+
+
+def frozen_in(model: nn.Module) -> dict[str, AdapterCopy]:
+    """The copies of `remember_frozen`."""
+    copies: dict[str, AdapterCopy] = getattr(adapted_model(model).get_base_model(), _FROZEN, {})
+    return copies
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -247,7 +271,7 @@ def write_adapters(model: nn.Module, weights: Path) -> list[str]:
     for name, adapter in zip(names, merged, strict=True):
         adapter.write(folder / name)
     for name in others:
-        save_adapter(inner, folder / name, name=name)
+        (frozen_in(inner).get(name) or AdapterCopy.of(inner, name)).write(folder / name)
     written += [f"{name}/{file}" for name in (*names, *others) for file in (CONFIG_FILE, WEIGHTS_FILE)]
     content = {
         "merged": names,
@@ -292,7 +316,7 @@ def _config_in(folder: Path) -> dict[str, Any]:
 
 def _with_record(plain: nn.Module, before: nn.Module, new: list[Any]) -> nn.Module:
     """A merged model that knows what was merged: `new` after what `before` knows."""
-    read = [MergedAdapter.read(adapter) if isinstance(adapter, Path) else adapter for adapter in new]
+    read = [AdapterCopy.read(adapter) if isinstance(adapter, Path) else adapter for adapter in new]
     setattr(plain, _MERGED, [*merged_into(before), *read])
     return plain
 

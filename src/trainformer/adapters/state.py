@@ -26,9 +26,7 @@ _DEFAULT = "default"
 _TRAINED = (".lora_", ".trainable_tokens_")
 
 
-def adapter_state_dict(
-    model: nn.Module, embeddings: bool | None = None, name: str | None = None
-) -> dict[str, Tensor]:
+def adapter_state_dict(model: nn.Module, embeddings: bool | None = None, name: str | None = None) -> dict[str, Tensor]:
     """The weights of a model's adapter, and of modules and token rows that are trained in full.
 
     `name` chooses one of several adapters; default: the one that is trained.
@@ -74,7 +72,9 @@ def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor], name:
     adapter = name or trained_adapter(inner)
     needed = adapter_state_dict(inner, embeddings=False, name=adapter)
     own = needed | adapter_state_dict(inner, embeddings=True, name=adapter)
-    own |= {key: tensor for key, tensor in _embedding_weights(inner).items() if key in state}  # peft has tied ones twice
+    own |= {
+        key: tensor for key, tensor in _embedding_weights(inner).items() if key in state
+    }  # peft has tied ones twice
     wrong = [key for key, tensor in state.items() if key in own and own[key].shape != tensor.shape]
     problems = [
         f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
@@ -120,11 +120,16 @@ def save_adapter_config(model: nn.Module, folder: FolderPath, name: str | None =
     config = copy.deepcopy(inner.peft_config[name or trained_adapter(inner)])
     config.inference_mode = True  # for peft; load_adapter sets it to False
     if not config.base_model_name_or_path:  # peft leaves it out for a second adapter
-        config.base_model_name_or_path = getattr(inner.get_base_model(), "name_or_path", None) or None
+        config.base_model_name_or_path = base_name(inner)
     base = type(inner.get_base_model())
     # Without a task type, peft's Auto classes need the class of the base model.
     mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
     config.save_pretrained(str(folder), auto_mapping_dict=None if config.task_type else mapping)
+
+
+def base_name(model: Any) -> str | None:
+    """The name or folder that the base of an adapted model was loaded from."""
+    return getattr(model.get_base_model(), "name_or_path", None) or None
 
 
 def save_adapter_beside(model: nn.Module, weights: Path, subfolder: str | None = None) -> list[str]:

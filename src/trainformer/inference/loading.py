@@ -235,8 +235,9 @@ def _keeps_reference(record: TaskRecord, folder: Path) -> bool:
     saved, reference = SavedAdapters.read(folder), record.arguments.get("reference")
     if not isinstance(reference, str) or not is_base(reference):
         return reference is not None
-    alone = saved is not None and not saved.merged
-    return alone and (reference == "base" or (len(saved.active) == 1 and record.arguments.get("adapter") is not None))
+    if saved is None or saved.merged:
+        return False
+    return reference == "base" or (len(saved.active) == 1 and record.arguments.get("adapter") is not None)
 
 
 def _safe_attention(record: TaskRecord) -> str | None:

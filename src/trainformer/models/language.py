@@ -137,7 +137,9 @@ class OutputStates:
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, nn.Linear | None]:
         """(hidden states, layer), or (logits, None)."""
         head = output_head(model) if self._usable is not False else None
-        options: dict[str, Any] = {"use_cache": False} | ({"output_router_logits": True} if self.keeps_router_logits else {})
+        options: dict[str, Any] = {"use_cache": False} | (
+            {"output_router_logits": True} if self.keeps_router_logits else {}
+        )
         if head is not None:
             # Computes logits of one position, and returns the hidden states of all.
             options |= {"output_hidden_states": True, "logits_to_keep": 1}

@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainformer.core.errors import BadArgument, expected
+from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.optional import require
 from trainformer.models.backbones import Weights, build_backbone, load_weights
 
@@ -136,9 +136,14 @@ def load_published(model: nn.Module, name: str) -> None:
             "Pass pretrained=False to start from random weights, or checkpoint=path to take them from a file."
         ) from error
     own = model.state_dict()
-    fitting = {key: value for key, value in published.items() if key in own and own[key].shape == value.shape}
-    kept = sorted(own.keys() - fitting.keys())
-    model.load_state_dict(fitting, strict=False)
+    other = {key for key, value in published.items() if key in own and own[key].shape != value.shape}
+    # torchvision renames the weights of older files while it loads them.
+    missing, unused = model.load_state_dict({k: v for k, v in published.items() if k not in other}, strict=False)
+    kept = sorted(missing)
+    # Counters of batches are missing in old files; an auxiliary classifier may be in one of the two alone.
+    odd = {key for key in (*missing, *unused) if "num_batches_tracked" not in key and "aux" not in key} - other
+    if odd:
+        raise DataError(expected(f"the published weights of {name!r} under the names of the model", sorted(odd)[:3]))
     if kept:
         logger.info("%s: no pretrained weights for %s, kept the initial ones", name, ", ".join(kept))
 

@@ -1,8 +1,9 @@
 """A model of transformers out of a checkpoint, merged and quantised, as files that `from_pretrained` opens by itself.
 
 Owns the loading, and the proof: the trained model is built from its configuration and the weights of the checkpoint,
-with adapters unmerged; the files that were written are opened as anybody would, and must give the same outputs. torchao's own conversion unties tied weights, and the result cannot be saved; transformers quantises while it
-loads, and saves that. So the plain model is written first, and loaded again quantised.
+with adapters unmerged; the files that were written are opened as anybody would, and must give the same outputs.
+torchao's own conversion unties tied weights, and the result cannot be saved; transformers quantises while it loads, and
+saves that. So the plain model is written first, and loaded again quantised.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ def make(request: Request, draft: Path) -> dict[str, Any]:
         _try_out(recipe, device)
     with quiet():
         # The model as it was trained, its adapters unmerged: what is written is compared with its outputs.
+        model: Any
         model, adapter = _adapted(request) if request.is_adapter else (_loaded(request), None)
         wanted = _outputs(model, kind)
         model = merge_adapter(model)
@@ -147,7 +149,9 @@ def _load_state(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> 
     except RuntimeError as error:
         what = f"exactly the weights of {type(model).__name__} in {folder}"
         first = " ".join(str(error).split())[:400]
-        raise DataError(expected(what, first, "The model was changed after it was built: pass it to its own tools.")) from error
+        raise DataError(
+            expected(what, first, "The model was changed after it was built: pass it to its own tools.")
+        ) from error
 
 
 def _adapted(request: Request) -> tuple[Any, str]:

@@ -86,7 +86,8 @@ class Finalized(Shown):
             "size": f"{in_words(self.size_before)} before, {in_words(self.size)} now",
             "outputs differ": _number(self.difference, "at most, from before quantisation"),
             "from training": _number(self.trained_difference, "at most, from the model as it was trained"),
-            "read back": f"the files give the very same {self.compared}",
+            "read back": f"the files give the very same {self.compared}"
+            + (" as the trained model" if self.recipe is None and self.compared == "outputs" else ""),
             "gguf": "" if self.gguf is None else f"{GGUF} in {self.gguf}, read back with the same tensors",
             "files": ", ".join(self.files),
         }
@@ -176,7 +177,7 @@ def _describe(request: Request, folder: Path, name: str, adapter: str | None) ->
     saved = SavedAdapters.read(request.folder)
     base = base_model(folder, str(request.base) if request.base else None if saved is None else saved.base)
     recipe = None if request.recipe is None or request.kind is None else request.recipe.name
-    facts = {"name": name, "kind": request.kind, "base": base, "adapter": adapter, "recipe": recipe}
+    facts: dict[str, Any] = {"name": name, "kind": request.kind, "base": base, "adapter": adapter, "recipe": recipe}
     facts |= {"ema": request.ema, "step": request.checkpoint.step}
     write_card(folder, request.checkpoint, request.settings, facts)
 

@@ -151,7 +151,7 @@ def _data(folder: Path, settings: Mapping[str, Any]) -> str:
         lines = ["| data | records | SHA-256 |", "|---|---|---|"]
         for part in recorded:
             digest_of = part.get("sha256") or part.get("fingerprint") or ""
-            name = "hf:" in part["name"] and part["name"] or _short(part["name"])
+            name = ("hf:" in part["name"] and part["name"]) or _short(part["name"])
             lines.append(f"| {_cell(name)} | {part.get('records', '')} | {_cell(digest_of)} |")
         lines.append("")
     samples = settings.get("num_samples")

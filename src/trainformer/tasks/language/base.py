@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainformer.adapters.base import Adapter, is_adapted, unwrap_model
+from trainformer.adapters.base import Adapter, adapted_model, is_adapted, unwrap_model
+from trainformer.adapters.prefix import PrefixTuning
 from trainformer.adapters.qlora import is_quantised
-from trainformer.adapters.saved import check_trainable, merge_adapters, open_adapters, stack_adapter
+from trainformer.adapters.saved import check_trainable, merge_adapters, open_adapters, remember_frozen, stack_adapter
 from trainformer.core import BadArgument, Loss
 from trainformer.core.errors import check_choice, check_count, expected
 from trainformer.data.text.collate import pad
@@ -123,10 +124,14 @@ class LanguageTask(AdapterMixin):
             self._check_vocabulary(model)
         else:
             self._fit_vocabulary(model)
-            use_padding_row(model, self.text_tokenizer, is_new=not isinstance(source, str | Path | nn.Module))
+            is_new = not isinstance(self.model_name, str | Path | nn.Module)
+            use_padding_row(model, self.text_tokenizer, is_new=is_new)
         if found.adapters is not None:
             model = open_adapters(model, found.adapters)
-        return self._adapt(model)
+        model = self._adapt(model)
+        if is_adapted(model):
+            remember_frozen(model)
+        return model
 
     def _adapt(self, model: nn.Module) -> nn.Module:
         """Add the new adapter, if there is one."""
@@ -167,13 +172,21 @@ class LanguageTask(AdapterMixin):
         Also checks the adapter against the run's settings.
         """
         packing = bool(getattr(self, "packing", False))
-        if self.adapter is not None:
+        for adapter in self._adapters_used():
             checkpointing = settings.gradient_checkpointing
-            self.adapter.check(kind=self.kind, packing=packing, gradient_checkpointing=checkpointing)
+            adapter.check(kind=self.kind, packing=packing, gradient_checkpointing=checkpointing)
         defaults = {"sampler": "length"} if self.groups_by_length and not packing else {}
         optimizer = getattr(self.adapter, "optimizer", None)
         on_cuda = torch.cuda.is_available() and str(settings.device or "cuda").startswith("cuda")
         return defaults | ({"optimizer": optimizer} if optimizer and on_cuda else {})
+
+    def _adapters_used(self) -> list[Adapter]:
+        """The new adapter, and a prefix that the model comes with: it does not go with every setting."""
+        found = self.pretrained
+        is_prefix = found.adapters is not None and found.adapters.config.get("peft_type") == "PREFIX_TUNING"
+        if isinstance(found.source, nn.Module) and is_adapted(found.source):
+            is_prefix = adapted_model(found.source).active_peft_config.is_prompt_learning
+        return [*([] if self.adapter is None else [self.adapter]), *([PrefixTuning()] if is_prefix else [])]
 
     def configure(self, info: Any) -> None:
         """Load the model now, after seeding."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 from torch import nn
 
 from trainformer.adapters.base import is_adapted
-from trainformer.adapters.saved import SavedAdapters
+from trainformer.adapters.export import merge_adapter
+from trainformer.adapters.saved import SavedAdapters, open_adapters
 from trainformer.adapters.state import CONFIG_FILE, WEIGHTS_FILE
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
+from trainformer.models.language import load_model
 from trainformer.utils.run_folders import checkpoints_folder, newest_checkpoint
 
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "processor_config.json")
@@ -68,8 +71,8 @@ def _find(model_name: Any, base: Any) -> Pretrained:
     source = base if base is not None else saved.base
     if source is None:
         raise BadArgument(
-            f"Expected the model that the adapter in {saved.folder} belongs to, received none: it was not loaded from a "
-            "name or folder in training, so the adapter does not know it. Pass base=, a hub name or a folder of the model."
+            f"Expected the model that the adapter in {saved.folder} belongs to, received none: it was not loaded from "
+            "a name or folder in training, so the adapter does not know it. Pass base=, a hub name or a folder."
         )
     local = isinstance(source, str) and (source.startswith((".", "/", "~")) or source.count("/") > 1)
     if local and not Path(source).expanduser().is_dir():
@@ -87,6 +90,25 @@ def _whole_model(base: Any, folder: Path) -> Any:
         do = "Merge that adapter into its base first (trainformer finalize), and pass the folder as base=."
         raise BadArgument(expected(f"a whole model as the base of the adapter in {folder}", f"{place}, an adapter", do))
     return str(place)
+
+
+def load_whole(model_name: Any, kind: str, *, fit: Callable[[Any], None] | None = None, **options: Any) -> nn.Module:
+    """A model to use and not to train (a reference, a teacher, a judge), with its adapters merged.
+
+    Nothing of it may be new: a head that its files do not have is an error. `fit` may resize the vocabulary before the
+    adapters are added. `options` are those of `load_model`.
+    """
+    found = find_pretrained(model_name)
+    saved = {} if found.adapters is None else found.adapters.load_options(kind)
+    model = load_model(found.source, kind, **{**saved, **options})
+    if fit is not None and not is_adapted(model):
+        fit(model)
+    if found.adapters is not None:
+        return merge_adapter(open_adapters(model, found.adapters))
+    if new := getattr(model, "new_weights", ()):
+        do = "Pass a model that was trained for this, or train one first."
+        raise BadArgument(expected(f"all weights of the model in {model_name}", f"none for {', '.join(new[:3])}", do))
+    return model
 
 
 def is_run(folder: Path) -> bool:

@@ -13,16 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from trainformer.adapters.base import adapted_model, is_adapted
-from trainformer.adapters.export import merge_adapter
-from trainformer.adapters.saved import merged_into, open_adapters
+from trainformer.adapters.saved import merged_into
 from trainformer.adapters.state import active_adapters
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
 from trainformer.losses.tokens import SequenceLogProbs, sequence_log_probs
-from trainformer.models.language import OutputStates, load_model
+from trainformer.models.language import OutputStates
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.base import LanguageTask
-from trainformer.tasks.language.pretrained import find_pretrained
+from trainformer.tasks.language.pretrained import load_whole
 
 _TRAINS_BIASES = (
     "Expected an adapter that can be disabled for the reference, received one that trains biases of the "
@@ -121,16 +120,13 @@ class ReferenceMixin(LanguageTask):
 
     def _load_reference(self, dtype: torch.dtype) -> nn.Module:
         """A model of its own: another one, or the base of adapters that were merged into the trained model."""
-        found = self.pretrained if is_base(self.reference) else find_pretrained(self.reference)
-        if is_base(self.reference) and found.adapters is None:
+        options = {"dtype": dtype, **self._load_options()}
+        if not is_base(self.reference):
+            return load_whole(self.reference, self.kind, fit=self._fit_vocabulary, **options)
+        if self.pretrained.adapters is None:
             do = "Pass the base model as reference=."
             raise BadArgument(expected("a base model that can be loaded as reference='base'", "a merged PeftModel", do))
-        adapters = None if is_base(self.reference) else found.adapters
-        options = {} if adapters is None else adapters.load_options(self.kind)
-        reference = load_model(found.source, self.kind, dtype=dtype, **{**options, **self._load_options()})
-        if not is_adapted(reference):
-            self._fit_vocabulary(reference)
-        return reference if adapters is None else merge_adapter(open_adapters(reference, adapters))
+        return load_whole(self.pretrained.source, self.kind, fit=self._fit_vocabulary, **options)
 
     def set_train_mode(self, train: bool) -> None:
         """Keep the reference in eval mode."""
@@ -165,8 +161,8 @@ class ReferenceMixin(LanguageTask):
         """The reference in eval mode. Use it before the policy's forward pass, without gradients."""
         if self._reference_digest == _FORGOTTEN:
             raise BadArgument(
-                "Expected the model before training as the reference, received a trained model alone, which predicts. To "
-                "evaluate it, make the task as in training and pass it: trainformer.load(folder, task=...)."
+                "Expected the model before training as the reference, received a trained model alone, which predicts. "
+                "To evaluate it, make the task as in training and pass it: trainformer.load(folder, task=...)."
             )
         if self._reference is not None:
             yield self._reference

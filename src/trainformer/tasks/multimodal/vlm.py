@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainformer.adapters.base import unwrap_model
+from trainformer.adapters.base import is_adapted, unwrap_model
 from trainformer.adapters.targets import language_model_name
 from trainformer.core import BadArgument
 from trainformer.core.errors import check_choice, expected
@@ -98,8 +98,9 @@ class VLM(ProcessorTask, TokenPredictionTask):
 
     def _load(self) -> nn.Module:
         model = super()._load()
-        for name, part in parts_of(model).items() if self._frozen else ():
-            if part in self._frozen:
+        frozen = self._frozen if self.freeze != "auto" or not is_adapted(model) else ()
+        for name, part in parts_of(model).items() if frozen else ():
+            if part in frozen:
                 model.get_parameter(name).requires_grad_(False)
         if vision_parameters(model):
             # Freeze parameters that never receive a gradient: DDP would wait for it.
