@@ -94,6 +94,10 @@ def test_adapters_and_preferences_train_at_the_longer_length_and_finalize_keeps_
     assert final.config.rope_parameters["factor"] == 2.0
     again = DPO(str(checkpoint_of(run)), max_length=128, cache_dir=tmp_path / "tokens")  # the adapter has it, too
     torch.testing.assert_close(again.model.eval()(ids).logits, task.model(ids).logits)
+    more = trainer_for(again, preferences()[:4], max_steps=1, run_dir=tmp_path / "more").fit()  # and hands it on
+    finalize(tmp_path / "more", tmp_path / "final2")
+    third = AutoModelForCausalLM.from_pretrained(tmp_path / "final2")
+    torch.testing.assert_close(third(ids).logits, more.task.model.eval()(ids).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_the_default_length_is_lowered_to_the_positions_and_a_longer_one_is_refused(task):

@@ -43,6 +43,7 @@ from trainformer.utils.tensor_files import read_weights
 FILE = "adapters.json"
 _DEFAULT = "default"
 _VERSION = 1
+_POSITIONS = ("rope_parameters", "max_position_embeddings", "head_dim")  # that the base was loaded with: `models.rope`
 _LABELS = ("id2label", "label2id", "problem_type", "pad_token_id")  # of the configuration of a classifier
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
 _MERGED, _FROZEN = "_merged_adapters", "_frozen_adapters"
@@ -76,7 +77,10 @@ class SavedAdapters:
             if content["trained"] not in names["active"]:
                 raise ValueError("a trained adapter that is not active")
             # They become arguments of `from_pretrained`, of which some execute code.
-            for key, known in (("model_config", _LABELS), ("quantization", ("quant_type", "double_quant"))):
+            for key, known in (
+                ("model_config", (*_LABELS, *_POSITIONS)),
+                ("quantization", ("quant_type", "double_quant")),
+            ):
                 if odd := {*(content[key] or ())} - {*known}:
                     raise ValueError(f"{sorted(odd)[0]} in {key}")
             return cls(folder, **names, **content)

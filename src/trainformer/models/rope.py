@@ -70,9 +70,9 @@ def scaled_source(source: Any, scaling: Any, factor: float | None, length: int) 
 
 
 def keep_overrides(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Note which settings of its config a model was loaded with, which its files do not have: an adapter saves them."""
-    if options:
-        model.config_overrides = dict(options)  # type: ignore[assignment]
+    """Note with which rotary settings a model was loaded that its files do not have: an adapter saves them."""
+    if kept := {name: options[name] for name in _CHANGED if name in options}:
+        model.config_overrides = kept  # type: ignore[assignment]
 
 
 def scale_rope(config: Any, scaling: str | Mapping[str, Any], factor: float | None, length: int) -> Any:

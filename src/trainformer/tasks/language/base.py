@@ -120,8 +120,9 @@ class LanguageTask(AdapterMixin):
         source = found.source
         if self.rope_scaling is not None:
             source, rope = scaled_source(source, self.rope_scaling, self.rope_factor, self.max_length)
-        model = load_model(source, self.kind, dtype=dtype, **{**options, **rope})
-        keep_overrides(model, rope)
+        options |= rope
+        model = load_model(source, self.kind, dtype=dtype, **options)
+        keep_overrides(model, options)
         if is_adapted(model):
             self._check_vocabulary(model)
         else:
