@@ -1,8 +1,8 @@
-"""Teach a small language model arithmetic from rewards alone, with GRPO. Less than a minute on a laptop's CPU.
+"""Teach a small language model to add 1 to a digit, from rewards alone, with GRPO. Half a minute on a laptop's CPU.
 
-First the model learns the form of an answer from text with random results: "3+4=" is followed by some digit and the
-end of the text. Then GRPO rewards right answers, of which one in ten is right by chance. Nothing ever shows the model a
-right answer. Run with ``python examples/grpo_digits.py``.
+First the model learns the form of an answer from text with random results: "3+1=" is followed by some digit and the
+end of the text. Then GRPO rewards right answers, of which one in ten is right by chance (9+1 is 0 here). Nothing ever
+shows the model a right answer. Run with ``python examples/grpo_digits.py``.
 """
 
 import random
@@ -14,7 +14,7 @@ from trainformer import Trainer
 from trainformer.data import train_tokenizer
 from trainformer.tasks import GRPO, CausalLM
 
-PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str((a + b) % 10)} for a in range(10) for b in range(10)]
+PROMPTS = [{"prompt": f"{digit}+1=", "answer": str((digit + 1) % 10)} for digit in range(10)]
 
 
 def correct(completions: list[str], answer: list[str]) -> list[float]:
@@ -25,7 +25,7 @@ def correct(completions: list[str], answer: list[str]) -> list[float]:
 def pretrained(max_steps: int, **settings: Any) -> CausalLM:
     """A model that answers with random digits."""
     rng = random.Random(0)
-    texts = [{"prompt": row["prompt"], "completion": str(rng.randrange(10))} for row in PROMPTS for _ in range(10)]
+    texts = [{"prompt": row["prompt"], "completion": str(rng.randrange(10))} for row in PROMPTS for _ in range(100)]
     tokenizer = train_tokenizer(["".join(row.values()) for row in texts], vocabulary=280)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -42,7 +42,7 @@ def pretrained(max_steps: int, **settings: Any) -> CausalLM:
     return task
 
 
-def main(max_steps: int = 150, pretraining_steps: int = 100, seed: int = 0, **settings: Any) -> dict[str, float]:
+def main(max_steps: int = 60, pretraining_steps: int = 100, seed: int = 0, **settings: Any) -> dict[str, float]:
     settings = {"run_dir": "runs/grpo_digits", "resume": None, "seed": seed, **settings}
     before = pretrained(pretraining_steps, **{**settings, "run_dir": f"{settings['run_dir']}_pretrained"})
     task = GRPO(
@@ -51,21 +51,21 @@ def main(max_steps: int = 150, pretraining_steps: int = 100, seed: int = 0, **se
         rewards=correct,
         num_generations=16,
         max_completion_length=3,
-        epsilon_high=0.28,
-        num_iterations=2,
+        num_iterations=4,
+        beta=0.06,  # keeps the model from giving up on answers that it has not found yet
     )
     trainer = Trainer(
         task,
         PROMPTS,
         PROMPTS,
         max_steps=max_steps,
-        batch_size=50,
-        eval_batch_size=100,
+        batch_size=10,
         lr=1e-3,
-        scheduler="constant",
+        scheduler="linear",
+        warmup_ratio=0.0,
         weight_decay=0.0,
         log_every=10,
-        eval_every=25,
+        eval_every=20,
         **settings,
     )
     first = trainer.evaluate()["val/reward"]

@@ -1,6 +1,8 @@
 """Rollouts in several turns, with environments and tools; and the mistakes to make with GRPO and OnlineDPO."""
 
+import json
 import math
+from pathlib import Path
 
 import grpo_toys as toys
 import pytest
@@ -8,6 +10,7 @@ import torch
 from grpo_toys import PROMPTS, batch_of, make_task, make_trainer
 
 import text_toys
+from trainformer.cli import app
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.tasks import GRPO, OnlineDPO
 
@@ -261,3 +264,18 @@ def test_a_function_in_a_file_is_imported_when_it_is_needed(tmp_path, monkeypatc
     total, count = loss.metrics["reward"]
     assert float(total / count) < 0
     assert task.config_dict()["rewards"] == "my_rewards.py:short"
+
+
+def test_the_command_line_takes_a_function_in_a_file(tmp_path):
+    toys.model(torch.float32).save_pretrained("model")
+    text_toys.chat_tokenizer().save_pretrained("model")
+    Path("prompts.jsonl").write_text("\n".join(json.dumps(record) for record in PROMPTS))
+    Path("typed_rewards.py").write_text(
+        "def short(completion_ids):\n    return [-len(ids) for ids in completion_ids]\n"
+    )
+    words = ["--task=GRPO", "--model=./model", "--data=prompts.jsonl", "--rewards=typed_rewards.py:short", "--log=none"]
+    words += ["--max-completion-length=4", "--num-generations=2", "--max-steps=1", "--batch-size=2", "--run-dir=run"]
+    app.main(["train", *words, "--device=cpu", f"--cache-dir={tmp_path / 'tokens'}"])
+    lines = [json.loads(line) for line in Path("run/records.jsonl").read_text().splitlines()]
+    samples = next(line["samples"] for line in lines if line["kind"] == "text")
+    assert all(sample["reward"] == -sample["tokens"] for sample in samples)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -189,7 +189,7 @@ class Prompts(IndexedDataset):
         cache_dir: str | Path | None = None,
         name: str = "data",
     ) -> None:
-        self.records: Any = records
+        self.records = cast(Any, records)
         self.generations = generations
         self.store = tokenize(self.records, encoder, cache_dir=cache_dir, name=name)
         assert len(self.store) == len(records)

@@ -160,8 +160,9 @@ def is_function_path(text: str) -> bool:
 def module_of(text: str) -> str:
     """The module of ``"file.py:name"``, a file below the working directory.
 
-    >>> module_of("scoring/rewards.py:correct")
-    'scoring.rewards'
+    >>> _ = Path("rewards.py").write_text("")
+    >>> module_of("rewards.py:correct")
+    'rewards'
     """
     file = text.rpartition(":")[0]
     path = Path(os.path.relpath(file))
