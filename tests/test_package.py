@@ -7,51 +7,52 @@ import sys
 import pytest
 
 PUBLIC = {
-    "trainformer": "DatasetInfo Loss Mixture OptimizerConfig PipelineConfig PipelineContext Task TaskBase Trainer load "
-    "log_metric seed_everything",
+    "trainformer": "DatasetInfo Loss Mixture OptimizerConfig PipelineConfig PipelineContext Task TaskBase Trainer "
+    "load log_metric seed_everything",
     "trainformer.inference": "OnnxPredictor Predictor TextPredictor load",
-    "trainformer.tasks": "CLIP CPO CausalLM DPO DatasetInfo Distillation GRPO ImageClassification KTO Loss MaskedLM MetricLearning "
-    "ObjectDetection OnlineDPO OptimizerConfig RewardModel SSL SemanticSegmentation Seq2Seq "
-    "TabularClassification TabularRegression Task TaskBase TextClassification TextEmbedding "
-    "TimeSeriesForecasting TokenClassification VLM find_task save_teacher_logits task_names",
-    "trainformer.callbacks": "Callback CallbackList CollapseMonitor EMA EarlyStopping GradientMonitor ImageSamples LMEval LRFinder "
-    "LRMonitor ModelCheckpoint OnlineKNN OnlineLinear ProgressBar RolloutSamples TextSamples Throughput "
-    "make_callback",
-    "trainformer.losses": "ArcFaceLoss Center CosFaceLoss DistillationLoss NTXentLoss NormFaceLoss PairLoss PreferenceRewards "
-    "SequenceLogProbs SubCenterArcFaceLoss TeacherStates TokenLoss TopLogProbs byol_loss "
-    "cosine_similarity_loss cpo_loss dino_kl dino_loss distillation_loss dpo_loss infonce_with_queue "
-    "koleo_loss kto_loss linear_cross_entropy make_metric_loss make_miner make_pair_loss metric_loss_names "
-    "miner_names moco_v3_loss multiple_negatives_loss negative_cosine nt_xent_loss orpo_loss pair_loss_names "
-    "preference_rewards reward_model_loss sequence_log_probs simpo_loss teacher_entropy token_cross_entropy",
+    "trainformer.tasks": "CLIP CPO CausalLM DPO DatasetInfo Distillation GRPO ImageClassification KTO Loss MaskedLM "
+    "MetricLearning ObjectDetection OnlineDPO OptimizerConfig RewardModel SSL SemanticSegmentation Seq2Seq "
+    "TabularClassification TabularRegression Task TaskBase TextClassification TextEmbedding TimeSeriesForecasting "
+    "TokenClassification VLM find_task save_teacher_logits task_names",
+    "trainformer.callbacks": "Callback CallbackList CollapseMonitor EMA EarlyStopping GradientMonitor ImageSamples "
+    "LMEval LRFinder LRMonitor ModelCheckpoint OnlineKNN OnlineLinear ProgressBar RolloutSamples TextSamples "
+    "Throughput make_callback",
+    "trainformer.losses": "ArcFaceLoss Center CosFaceLoss DistillationLoss NTXentLoss NormFaceLoss PairLoss "
+    "PreferenceRewards SequenceLogProbs SubCenterArcFaceLoss TeacherStates TokenLoss TopLogProbs byol_loss "
+    "cosine_similarity_loss cpo_loss dino_kl dino_loss distillation_loss dpo_loss infonce_with_queue koleo_loss "
+    "kto_loss linear_cross_entropy make_metric_loss make_miner make_pair_loss metric_loss_names miner_names "
+    "moco_v3_loss multiple_negatives_loss negative_cosine nt_xent_loss orpo_loss pair_loss_names preference_rewards "
+    "reward_model_loss sequence_log_probs simpo_loss teacher_entropy token_cross_entropy",
     "trainformer.adapters": "Adapter LoRA PrefixTuning QLoRA adapted_model adapter_state_dict is_adapted load_adapter "
     "load_adapter_state_dict merge_and_export save_adapter",
-    "trainformer.models": "AvgPool BNNeck ClassToken ClassificationHead DINOHead EmbeddingModel GeM MLPHead MaskedAutoencoder "
-    "MaxPool MomentumCopy byol_predictor byol_projector cosine_momentum feature_width load_weights make_pooler "
-    "moco_projector moco_v3_predictor moco_v3_projector simclr_projector",
-    "trainformer.models.jax": "Decoder DecoderConfig ViT ViTConfig apply_lora constrain generate load_lora load_model merge_lora "
-    "model_from_config save_lora save_model",
-    "trainformer.data.augment": "BatchAugment MultiView byol classification dino fresh_keys mae moco moco_v3 simclr uniforms",
-    "trainformer.hf": "AccelTrainer BaseTrainer BaseTrainingArguments BestRun DDPTrainer DivergenceDetector EvalLoopOutput "
-    "EvalPrediction FSDPTrainer GradLogger HubUnavailable InfoCallback IntervalStrategy JsonLogger "
+    "trainformer.models": "AvgPool BNNeck ClassToken ClassificationHead DINOHead EmbeddingModel GeM MLPHead "
+    "MaskedAutoencoder MaxPool MomentumCopy byol_predictor byol_projector cosine_momentum feature_width load_weights "
+    "make_pooler moco_projector moco_v3_predictor moco_v3_projector simclr_projector",
+    "trainformer.models.jax": "Decoder DecoderConfig ViT ViTConfig apply_lora constrain generate load_lora load_model "
+    "merge_lora model_from_config save_lora save_model",
+    "trainformer.data.augment": "BatchAugment MultiView byol classification dino fresh_keys mae moco moco_v3 simclr "
+    "uniforms",
+    "trainformer.hf": "AccelTrainer BaseTrainer BaseTrainingArguments BestRun DDPTrainer DivergenceDetector "
+    "EvalLoopOutput EvalPrediction FSDPTrainer GradLogger HubUnavailable InfoCallback IntervalStrategy JsonLogger "
     "MinimalTrainingArguments PeakMemory PipelineTrainer PredictionOutput PrinterCallback ProgressCallback "
     "SaveStrategy Seq2SeqTrainer Seq2SeqTrainingArguments SharingPattern StateComponent TBLogger TPTrainer "
     "TextgenCallback TrainOutput Trainer TrainerCallback TrainerControl TrainerState TrainingArguments "
     "logits_from_outputs loss_and_logits_from_outputs loss_from_outputs",
-    "trainformer.mini": "BaseHook BaseTrainer CheckpointingHook CudaMaxMemoryHook EmaHook ImageFileLoggerHook LoggingHook "
-    "LossNoneWarning NonFiniteGradients ProgressHook WandbHook key_average map_nested_tensor",
-    "trainformer.jax": "AutoEasyDeLModelForCausalLM BaseTrainer BaseTrainerProtocol DPOConfig DPOTrainer EasyDeLOptimizers "
-    "EasyDeLSchedulers EasyDeLState ImageClassificationTrainer LoRAConfig ORPOConfig ORPOTrainer SFTConfig "
-    "SFTTrainer TrainState Trainer TrainerConfigureDataloaderOutput TrainerConfigureFunctionOutput "
+    "trainformer.mini": "BaseHook BaseTrainer CheckpointingHook CudaMaxMemoryHook EmaHook ImageFileLoggerHook "
+    "LoggingHook LossNoneWarning NonFiniteGradients ProgressHook WandbHook key_average map_nested_tensor",
+    "trainformer.jax": "AutoEasyDeLModelForCausalLM BaseTrainer BaseTrainerProtocol DPOConfig DPOTrainer "
+    "EasyDeLOptimizers EasyDeLSchedulers EasyDeLState ImageClassificationTrainer LoRAConfig ORPOConfig ORPOTrainer "
+    "SFTConfig SFTTrainer TrainState Trainer TrainerConfigureDataloaderOutput TrainerConfigureFunctionOutput "
     "TrainerConfigureModelOutput TrainingArguments",
-    "trainformer.config": "Call Config ConfigList ConfigTuple Place Project REGISTRY Registry Var build_from_cfg load_config "
-    "materialize to_dot to_json to_python to_tree to_yaml",
+    "trainformer.config": "Call Config ConfigList ConfigTuple Place Project REGISTRY Registry Var build_from_cfg "
+    "load_config materialize to_dot to_json to_python to_tree to_yaml",
     "trainformer.report": "write_report",
-    "trainformer.sweep": "Choice Grid IntUniform PruneTrial Sweep SweepRecord Trial Uniform choice current_trial find_sweep grid "
-    "int_uniform list_sweeps log_uniform read_sweep sweep uniform",
+    "trainformer.sweep": "Choice Grid IntUniform PruneTrial Sweep SweepRecord Trial Uniform choice current_trial "
+    "find_sweep grid int_uniform list_sweeps log_uniform read_sweep sweep uniform",
     "trainformer.live": "ControlError RunInfo ask describe list_runs",
     "trainformer.utils": "MemoryRecord count_parameters get_device move_to_device profile_memory seed_everything",
-    "trainformer.context": "ConfigSource ConfigValue Lifecycle PipelineConfig PipelineContext ScopedContext StateEntry UnknownKey "
-    "record_arguments",
+    "trainformer.context": "ConfigSource ConfigValue Lifecycle PipelineConfig PipelineContext ScopedContext "
+    "StateEntry UnknownKey record_arguments",
 }
 
 

@@ -38,11 +38,11 @@ _SCHEMA_KEYS = {  # the keys that identify a schema, the most specific first
     "text": ("text",),
 }
 # The two prompts of the Alpaca data, verbatim.
-_ALPACA = (
+ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request."
     "\n\n### Instruction:\n{instruction}\n\n### Response:\n"
 )
-_ALPACA_WITH_INPUT = (
+ALPACA_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
     "response that appropriately completes the request."
     "\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
@@ -248,7 +248,7 @@ class Encoder:
 
     def _encode_alpaca(self, record: Mapping[str, Any]) -> Encoded:
         filled = {**record, "input": record.get("input") or ""}
-        prompt = self._text_prompt(filled, _ALPACA_WITH_INPUT if filled["input"] else _ALPACA)
+        prompt = self._text_prompt(filled, ALPACA_WITH_INPUT if filled["input"] else ALPACA)
         if not isinstance(record["output"], str):
             raise DataError(expected("'output' to be a text", type(record["output"]).__name__))
         return self._encode_pair(prompt, record["output"])
@@ -260,7 +260,7 @@ class Encoder:
             if record.get(name) and f"{{{name}" not in template:
                 do = "Write prompt and completion as messages, which the chat template renders, or remove the field."
                 raise DataError(expected(f"a conversation as messages with {name!r}", "texts", do))
-        prompt, system = _filled(template, record), record.get("system")
+        prompt, system = fill_template(template, record), record.get("system")
         return f"{system}\n\n{prompt}" if system and "{system" not in template else prompt
 
     def _encode_pair(self, prompt: str, completion: str) -> Encoded:
@@ -408,7 +408,7 @@ def _cut(whole: Encoded, limit: int) -> list[Encoded]:
     return [Encoded(whole.input_ids[a:b], whole.labels[a:b]) for a, b in pairwise(edges)]
 
 
-def _filled(template: str, record: Mapping[str, Any]) -> str:
+def fill_template(template: str, record: Mapping[str, Any]) -> str:
     try:
         return template.format_map(record)
     except (KeyError, IndexError, ValueError, AttributeError) as error:

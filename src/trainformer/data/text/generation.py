@@ -12,8 +12,10 @@ from typing import Any
 
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.text.chat import ASSISTANT_ROLES, Message
-from trainformer.data.text.encode import _ALPACA, _ALPACA_WITH_INPUT, _filled
-from trainformer.data.text.schemas import _MESSAGE_KEYS, _messages, _tools
+from trainformer.data.text.encode import ALPACA, ALPACA_WITH_INPUT, fill_template
+from trainformer.data.text.messages import check_messages, check_tools
+from trainformer.data.text.rendering import for_template
+from trainformer.data.text.schemas import MESSAGE_KEYS
 
 _TARGETS = ("completion", "response", "output", "answer", "target")
 _DO = 'Write prompts as lines of a .txt file, or as {"prompt": ...} or {"messages": [...]} in a .jsonl file.'
@@ -43,7 +45,7 @@ class GenerationPrompt:
         try:
             return str(
                 tokenizer.apply_chat_template(
-                    self.messages,
+                    [for_template(message) for message in self.messages],
                     tokenize=False,
                     add_generation_prompt=not self.continues,
                     continue_final_message=self.continues,
@@ -112,7 +114,7 @@ def as_prompts(
         prompt = read_prompt(each, index, prompt_template, continue_final_message)
         if prompt.text is None:
             options = {**(chat_template_kwargs or {}), **prompt.options}
-            prompt = replace(prompt, tools=prompt.tools or _tools(tools), options=options)
+            prompt = replace(prompt, tools=prompt.tools or check_tools(tools), options=options)
         made.append(prompt)
     if (tools or chat_template_kwargs or continue_final_message) and all(prompt.text is not None for prompt in made):
         what = "a conversation with tools, chat_template_kwargs or continue_final_message"
@@ -159,19 +161,19 @@ def _of_mapping(
     record: Mapping[str, Any], index: int, template: str | None, continues: bool
 ) -> GenerationPrompt | None:
     target = next((str(record[name]) for name in _TARGETS if isinstance(record.get(name), str)), None)
-    for name in ("prompt", *_MESSAGE_KEYS):
+    for name in ("prompt", *MESSAGE_KEYS):
         if is_conversation(record.get(name)):
             prompt = _conversation(record[name], index, continues, record.get("system"))
             if isinstance(options := record.get("chat_template_kwargs"), Mapping):
                 prompt = replace(prompt, options={k: v for k, v in options.items() if v is not None})
             answer = _answer(record.get("completion")) if target is None else target
-            return replace(prompt, tools=_tools(record.get("tools")), target=prompt.target or answer)
+            return replace(prompt, tools=check_tools(record.get("tools")), target=prompt.target or answer)
     filled = {**record, "input": record.get("input") or ""}
     if isinstance(record.get("prompt"), str) and record["prompt"]:
-        return GenerationPrompt(_filled(template, filled) if template else record["prompt"], target=target)
+        return GenerationPrompt(fill_template(template, filled) if template else record["prompt"], target=target)
     if isinstance(record.get("instruction"), str) and record["instruction"]:
-        usual = _ALPACA_WITH_INPUT if record.get("input") else _ALPACA
-        return GenerationPrompt(_filled(template or usual, filled), target=target)
+        usual = ALPACA_WITH_INPUT if record.get("input") else ALPACA
+        return GenerationPrompt(fill_template(template or usual, filled), target=target)
     if isinstance(record.get("text"), str) and record["text"]:
         return GenerationPrompt(record["text"])
     return None
@@ -180,7 +182,7 @@ def _of_mapping(
 def _conversation(given: Sequence[Any], index: int, continues: bool, system: Any = None) -> GenerationPrompt:
     """The turns up to the assistant's last, which is the target, or with `continues` to be continued."""
     try:
-        messages = _messages(given)
+        messages = check_messages(given)
     except DataError as error:
         raise DataError(f"record {index}: {error}") from None
     if isinstance(system, str) and system and all(message["role"] != "system" for message in messages):

@@ -15,6 +15,7 @@ from trainformer.core.errors import DataError, expected
 from trainformer.data.dataset import IndexedDataset, normalize_index
 from trainformer.data.order import sample_rng
 from trainformer.data.text.encode import Encoded, Encoder, EncodingReport, ErrorContext
+from trainformer.data.text.generation import GenerationPrompt
 from trainformer.data.text.records import _RecordsView
 from trainformer.data.text.store import tokenize
 from trainformer.utils.files import decode_json
@@ -132,25 +133,12 @@ class PromptEncoder(Encoder):
 
     def ids_of(self, prompt: Prompt) -> list[int]:
         """The tokens of one prompt."""
-        tokenizer = self._require()
         if isinstance(prompt.prompt, str):
-            ids = list(tokenizer(prompt.prompt)["input_ids"])
-            ends = bool(ids) and ids[-1] == self._eos and not prompt.prompt.endswith(str(tokenizer.eos_token))
-            ids = ids[:-1] if ends else ids  # added by the tokenizer: nothing would follow
-        else:
-            continues = prompt.prompt[-1]["role"] == "assistant"
-            text = tokenizer.apply_chat_template(
-                prompt.prompt,
-                tools=prompt.tools or self.tools,
-                tokenize=False,
-                add_generation_prompt=not continues,
-                continue_final_message=continues,
-                **prompt.options,
-            )
-            ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        if not ids:
-            raise DataError(expected("a prompt of at least one token", "none"))
-        return ids
+            return GenerationPrompt(prompt.prompt).encode(self._require())
+        continues = prompt.prompt[-1]["role"] == "assistant"
+        tools = prompt.tools or self.tools
+        made = GenerationPrompt(None, list(prompt.prompt), tools, prompt.options, continues)
+        return made.encode(self._require())
 
     def _pieces_of(self, records: Sequence[Any], report: EncodingReport, context: ErrorContext) -> list[list[Encoded]]:
         pieces = []  # one per record: they are matched with the columns by their index

@@ -27,7 +27,7 @@ TEXT_KEYS = (
     *("text", "content", "document", "body", "raw_content", "page_content", "article", "story", "passage"),
     *("code", "sentence", "abstract"),
 )
-_MESSAGE_KEYS = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue", "turns")
+MESSAGE_KEYS = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue", "turns")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ _SPECS: dict[str, _Spec] = {
     "preference": _Spec(
         ("chosen", "rejected"), (("chosen", "rejected"),), {"prompt": ("prompt", "question", "instruction"), **_CHAT}
     ),
-    "chat": _Spec(("messages",), tuple(product(_MESSAGE_KEYS)), _CHAT),
+    "chat": _Spec(("messages",), tuple(product(MESSAGE_KEYS)), _CHAT),
     "alpaca": _Spec(
         ("instruction", "output"),
         tuple(product(["instruction"], ["output", "response", "completion", "answer"])),

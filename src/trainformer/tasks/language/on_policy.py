@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from trainformer.core.errors import DataError, expected
 from trainformer.data.order import sample_rng
 from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, EncodingReport, ErrorContext
+from trainformer.data.text.generation import is_conversation, read_prompt
 from trainformer.data.text.store import StoreView
 from trainformer.models.generation import stop_token_ids
 from trainformer.tasks.language.rollouts.sampling import SamplingOptions, completion_mask, sample_tokens
@@ -96,20 +97,11 @@ class PromptEncoder(Encoder):
 
     def _prompt(self, record: Mapping[str, Any]) -> np.ndarray:
         prompt = record.get("prompt") if isinstance(record, Mapping) else None
-        tokenizer = self._require()
-        if isinstance(prompt, str):
-            if self.prompt_template is not None:
-                prompt = self.prompt_template.format_map(record)
-            ids = tokenizer(prompt, verbose=False)["input_ids"] if prompt else []
-            ids = ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
-        elif isinstance(prompt, Sequence) and prompt and all(isinstance(turn, Mapping) for turn in prompt):
-            options = {"tools": record.get("tools") or None, **(record.get("chat_template_kwargs") or {})}
-            made = tokenizer.apply_chat_template(
-                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True, **options
-            )
-            ids = made["input_ids"]
-        else:
+        if prompt == "":
+            return np.empty(0, dtype=np.int32)
+        if not isinstance(prompt, str) and not is_conversation(prompt):
             raise DataError(expected("'prompt' to be a text or a list of messages", type(prompt).__name__))
+        ids = read_prompt(record, prompt_template=self.prompt_template).encode(self._require())
         return np.asarray(ids, dtype=np.int32)
 
 

@@ -17,8 +17,9 @@ from trainformer.core.errors import expected
 from trainformer.core.optional import require
 from trainformer.data.text.logits_store import LogitsStore, is_logits_folder
 from trainformer.losses.divergence import TeacherStates, TopLogProbs, check_tail
-from trainformer.models.language import OutputStates, load_model, load_tokenizer
+from trainformer.models.language import OutputStates, load_tokenizer
 from trainformer.tasks.language.base import DTYPES
+from trainformer.tasks.language.pretrained import load_whole
 from trainformer.tasks.language.reference import ReferenceMixin, is_base, model_digest
 
 logger = logging.getLogger("trainformer")
@@ -144,7 +145,7 @@ class TeacherMixin(ReferenceMixin):
         dtype = like if self.teacher_dtype is None else DTYPES[self.teacher_dtype]
         options = {**self._load_options(), **quantization(self.teacher_bits, dtype), **self.teacher_kwargs}
         try:
-            teacher = load_model(self.teacher, self.kind, dtype=dtype, **options)
+            teacher = load_whole(self.teacher, self.kind, dtype=dtype, **options)
         except BadArgument as error:
             raise BadArgument(str(error).replace("model_name", "teacher")) from error
         return teacher.requires_grad_(False).eval()

@@ -20,10 +20,12 @@ from trainformer.data.text.encode import IGNORE_INDEX, Encoder
 from trainformer.data.text.logits_store import LogitsInfo, LogitsStore, LogitsWriter, sequence_key
 from trainformer.data.text.prepare import causal_tokens
 from trainformer.losses.numerics import check_positive, upcast
-from trainformer.models.language import OutputStates, ensure_pad_token, load_model, load_tokenizer
+from trainformer.models.language import OutputStates, ensure_pad_token, load_tokenizer
 from trainformer.models.modes import eval_mode
+from trainformer.tasks.language.base import DTYPES
+from trainformer.tasks.language.pretrained import load_whole
 from trainformer.tasks.language.reference import model_digest
-from trainformer.tasks.language.teacher import DTYPES, quantization, vocabulary_digest
+from trainformer.tasks.language.teacher import quantization, vocabulary_digest
 
 logger = logging.getLogger("trainformer")
 
@@ -78,7 +80,7 @@ def save_teacher_logits(
     place = torch.device(device or _default_device())
     kind = torch.float32 if dtype is None else DTYPES[dtype]
     options = {**quantization(bits, kind), **(model_kwargs or {})}
-    model: Any = load_model(teacher, "causal_lm", dtype=kind, **options).to(place)
+    model: Any = load_whole(teacher, "causal_lm", dtype=kind, **options).to(place)
     size = min(len(tokens), model.get_output_embeddings().weight.shape[0])
     if size < len(tokens):
         raise BadArgument(expected(f"a teacher with {len(tokens)} tokens, as the tokenizer has", size))

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.models.language import ensure_pad_token, load_model, load_tokenizer
+from trainformer.models.language import ensure_pad_token, load_tokenizer
 from trainformer.models.modes import eval_mode
+from trainformer.tasks.language.pretrained import load_whole
 from trainformer.tasks.language.rollouts.rollout import Rollout
 
 RewardFunction = Callable[..., Sequence[float | None]]
@@ -115,12 +116,7 @@ class RewardModelFunction:
 
 
 def _load_reward_model(source: Any) -> Any:
-    if isinstance(source, str | Path) and (Path(source) / "adapter_config.json").is_file():
-        from trainformer.core.optional import require
-
-        peft = require("peft", "adapters", "to load an adapter")
-        return peft.AutoPeftModelForSequenceClassification.from_pretrained(str(source), num_labels=1)
-    return load_model(source, "sequence_classification")
+    return load_whole(source, "sequence_classification")
 
 
 # -- ready functions ---------------------------------------------------------------------------------------
