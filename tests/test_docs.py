@@ -39,6 +39,7 @@ SLOW = {
     "jax.md",
     "language.md",
     "multimodal.md",
+    "post-training.md",
     "segmentation.md",
     "sweep.md",
     "text-tasks.md",
