@@ -37,7 +37,12 @@ PUBLIC = {
     "MinimalTrainingArguments PeakMemory PipelineTrainer PredictionOutput PrinterCallback ProgressCallback "
     "SaveStrategy Seq2SeqTrainer Seq2SeqTrainingArguments SharingPattern StateComponent TBLogger TPTrainer "
     "TextgenCallback TrainOutput Trainer TrainerCallback TrainerControl TrainerState TrainingArguments "
-    "logits_from_outputs loss_and_logits_from_outputs loss_from_outputs",
+    "logits_from_outputs loss_and_logits_from_outputs loss_from_outputs "
+    # Forgather
+    "CausalLoss CheckpointConfig CheckpointInterface CheckpointManager DataCollatorForCausalLM DistributedEnvInterface "
+    "DistributedEnvironment ExtensibleTrainer InfiniteLRScheduler Project RNGState StatefulProvider "
+    "StaticDistributedEnvironment TrainerControlCallback TrainingScript build_rule dependency_list "
+    "find_latest_checkpoint from_project load_from_config preprocess_dataset validate_checkpoint",
     "trainformer.mini": "BaseHook BaseTrainer CheckpointingHook CudaMaxMemoryHook EmaHook ImageFileLoggerHook "
     "LoggingHook LossNoneWarning NonFiniteGradients ProgressHook WandbHook key_average map_nested_tensor",
     "trainformer.jax": "AutoEasyDeLModelForCausalLM BaseTrainer BaseTrainerProtocol DPOConfig DPOTrainer "

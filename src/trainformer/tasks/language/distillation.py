@@ -213,8 +213,7 @@ class Distillation(TeacherMixin, CausalLM):
     def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
         """The loss, summed over the supervised tokens; and the parts of it."""
         batch = self._completed(batch)
-        with self._noisy(batch):
-            found = self._distil(batch)
+        found = self._distil(batch)
         metrics = self._parts(found)
         if "sources" in batch:
             generated = batch["sources"] != DATA
@@ -224,13 +223,12 @@ class Distillation(TeacherMixin, CausalLM):
         rows = None
         if self.per_sample_losses:
             rows = found.per_token.sum(-1), (batch["labels"][..., 1:] != IGNORE_INDEX).sum(-1)
-        return self._with_router_loss(Loss(found.sum, found.weight, metrics=metrics, per_sample=rows), batch)
+        return Loss(found.sum, found.weight, metrics=metrics, per_sample=rows)
 
     def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """The loss and its parts. `ce` is the student's own loss on the data."""
         batch = self._completed(batch)
         found = self._distil(batch)
-        self._evaluate_router(batch)
         labels = batch["labels"]
         if "sources" in batch:
             labels = torch.where(self._is_hard(batch), labels, IGNORE_INDEX)
