@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from types import SimpleNamespace
 
 import distillation_runs as runs
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from distillation_runs import CHATS, model, task, teacher, trainer
+from moe_toys import double_mixtral
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from trl.experimental.gkd import GKDTrainer
@@ -335,4 +337,27 @@ def test_a_model_that_predicts_needs_no_teacher(tmp_path):
     base.forget_reference()
     with pytest.raises(BadArgument, match="make the task as in training"):
         toys.trainer_for(base, CHATS, val_data=CHATS[:4]).evaluate()
-    assert isinstance(trainformer.load(tmp_path / "run").predict(["the quick"])[0]["text"], str)
+    shutil.rmtree(tmp_path / "teacher")
+    kept = {"run_dir": tmp_path / "kept", "save_every": 1, "max_steps": 1}
+    trainer(tmp_path, **{**options, "teacher": teacher()}, **kept, tokenizer=str(tmp_path / "student")).fit()
+    for folder in ("run", "kept"):
+        assert isinstance(trainformer.load(tmp_path / folder).predict(["the quick"])[0]["text"], str)
+
+
+def test_mixtures_of_experts_and_noisy_embeddings(tmp_path):
+    """The router loss of the student is added, and noise is in training only."""
+    student = double_mixtral()
+    made = trainer(tmp_path, model=student, lmbda=0.0, batch_size=18, router_aux_loss_coef=0.5, val_data=CHATS[:4])
+    (batch,) = toys.batches_of(made)
+    loss = made.task.train_step(batch)
+    plain = made.task._distil(batch)
+    aux = loss.metrics["router_aux_loss"][0] / loss.weight
+    assert aux > 0
+    torch.testing.assert_close(loss.sum / loss.weight, plain.sum / loss.weight + 0.5 * aux)
+    assert made.evaluate()["val/router_aux_loss"] > 0
+    with pytest.raises(BadArgument, match="router_loss='batch' with generated completions"):
+        trainer(tmp_path, model=student, accumulation_steps=2)
+    noisy = trainer(tmp_path, lmbda=0.0, batch_size=18, neftune_noise_alpha=5.0)
+    noisy.task.set_train_mode(True)
+    (batch,) = toys.batches_of(noisy)
+    assert noisy.task.train_step(batch).sum != noisy.task._distil(batch).sum

@@ -218,6 +218,8 @@ def _changes(record: TaskRecord, folder: Path | str, base: str | Path | None) ->
             changes["cache_dir"] = None
         if is_base(record.arguments.get("reference")):
             changes["reference"] = "base"  # what was the start of the training is not in the folder
+        if "teacher" in record.opaque:
+            changes |= {"teacher": "base", "teacher_device": None}  # a model that predicts needs none
     if "backbone" in names:
         changes |= _vision_changes(record, is_adapter)
     if "augment" in record.opaque:  # it is for training

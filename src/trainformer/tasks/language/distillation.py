@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -126,6 +127,9 @@ class Distillation(TeacherMixin, CausalLM):
         """Load student and teacher now, after seeding."""
         super().configure(info)
         self._check_generation()  # max_length may have been lowered to the positions of the model
+        if self.generates and self.wants_window:
+            what = "router_loss='batch' with generated completions and gradient accumulation"
+            raise BadArgument(expected(what, self.router_loss, "Pass it, or accumulation_steps=1."))
 
     # -- data ----------------------------------------------------------------------------------------------
 
@@ -213,7 +217,7 @@ class Distillation(TeacherMixin, CausalLM):
     def train_step(self, batch: Mapping[str, Tensor]) -> Loss:
         """The loss, summed over the supervised tokens; and the parts of it."""
         batch = self._completed(batch)
-        found = self._distil(batch)
+        found = self._distil(batch, train=True)
         metrics = self._parts(found)
         if "sources" in batch:
             generated = batch["sources"] != DATA
@@ -223,12 +227,13 @@ class Distillation(TeacherMixin, CausalLM):
         rows = None
         if self.per_sample_losses:
             rows = found.per_token.sum(-1), (batch["labels"][..., 1:] != IGNORE_INDEX).sum(-1)
-        return Loss(found.sum, found.weight, metrics=metrics, per_sample=rows)
+        return self._with_router_loss(Loss(found.sum, found.weight, metrics=metrics, per_sample=rows), batch)
 
     def eval_step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """The loss and its parts. `ce` is the student's own loss on the data."""
         batch = self._completed(batch)
         found = self._distil(batch)
+        self._evaluate_router(batch)
         labels = batch["labels"]
         if "sources" in batch:
             labels = torch.where(self._is_hard(batch), labels, IGNORE_INDEX)
@@ -240,10 +245,11 @@ class Distillation(TeacherMixin, CausalLM):
         derived = super().derive_metrics({name: value for name, value in metrics.items() if name != "loss"})
         return derived | ({"perplexity": math.exp(min(metrics["ce"], _LARGEST_EXPONENT))} if "ce" in metrics else {})
 
-    def _distil(self, batch: Mapping[str, Tensor]) -> DistillationLoss:
+    def _distil(self, batch: Mapping[str, Tensor], train: bool = False) -> DistillationLoss:
         inputs = {name: batch[name] for name in INPUTS if name in batch}
         teacher = self._teacher_output(inputs, batch)  # first: disabling an adapter resets requires_grad
-        states, head = self._states(self.model, inputs)
+        with self._noisy(batch) if train else nullcontext():
+            states, head = self._states(self.model, inputs)
         layer: dict[str, Any] = {} if head is None else {"weight": head.weight, "bias": head.bias}
         return distillation_loss(
             states,
