@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainformer.backends.torch import gradients
+from trainformer.backends.torch.muon import Muon
 from trainformer.backends.torch.optimizers import modules_of, named_parameters
 from trainformer.backends.torch.state import check_fits
 from trainformer.core.errors import BadArgument, expected
@@ -106,7 +107,7 @@ class ShardedStrategy(DataParallel):
             return optimizer
         inner = getattr(optimizer, "inner", optimizer)
         kind = type(inner)
-        if isinstance(inner, torch.optim.Adafactor) or kind.__module__.startswith("bitsandbytes"):
+        if isinstance(inner, torch.optim.Adafactor | Muon) or kind.__module__.startswith("bitsandbytes"):
             do = "Use 'adamw' or another optimizer of torch, or strategy='ddp'."
             raise BadArgument(expected("an optimizer that works on sharded parameters", kind.__name__, do))
         if not kind.__module__.startswith("torch."):

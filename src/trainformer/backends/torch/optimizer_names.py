@@ -1,4 +1,4 @@
-"""Optimizers by name: those of torch, bitsandbytes (8-bit or paged state), installed plugins, and timm.
+"""Optimizers by name: those of torch, bitsandbytes (8-bit or paged state), Muon, installed plugins, and timm.
 
 Owns the names, the options of each, and whether the device can run it. `optimizers` builds the param groups.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainformer.backends.torch.muon import Muon
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
 from trainformer.core.plugins import load_plugin, plugin_names
@@ -63,6 +64,8 @@ _ALIASES = {
     "rmsprop_bnb_8bit": "rmsprop_8bit",
 }
 
+_MUON = "muon"
+
 Groups = list[dict[str, Any]]
 
 
@@ -74,6 +77,11 @@ def is_elementwise(name: str) -> bool:
     """
     key = _canonical(name)
     return key in TORCH_OPTIMIZERS or key in BITSANDBYTES_OPTIMIZERS
+
+
+def uses_muon(name: Any) -> bool:
+    """Whether the optimizer of that name needs hidden matrices in groups of their own."""
+    return isinstance(name, str) and _canonical(name) == _MUON
 
 
 def optimizer_by_name(
@@ -90,6 +98,9 @@ def optimizer_by_name(
     key = _canonical(name)
     if key in TORCH_OPTIMIZERS:
         return _torch(key, groups, lr, given)
+    if key == _MUON:
+        _check_options(key, given, ("momentum", "nesterov", "ns_steps", "betas", "eps"))
+        return Muon(groups, lr=lr, weight_decay=weight_decay, **_fused(Muon, groups), **given)
     if key in BITSANDBYTES_OPTIMIZERS:
         return _bitsandbytes(key, groups, lr, given)
     plugin = load_plugin("optimizers", name)
@@ -101,7 +112,7 @@ def optimizer_by_name(
         if isinstance(made, torch.optim.Optimizer):
             return made
         raise BadArgument(expected(f"the plugin {name!r} of trainformer.optimizers to make a torch Optimizer", made))
-    known, hint = [*TORCH_OPTIMIZERS, *BITSANDBYTES_OPTIMIZERS, *plugin_names("optimizers")], ""
+    known, hint = [*TORCH_OPTIMIZERS, _MUON, *BITSANDBYTES_OPTIMIZERS, *plugin_names("optimizers")], ""
     try:
         import timm.optim
     except ModuleNotFoundError:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from trainformer.backends.torch.master_weights import MasterWeights, has_16bit_parameters
-from trainformer.backends.torch.optimizer_names import is_elementwise, optimizer_by_name
+from trainformer.backends.torch.muon import split_for_muon
+from trainformer.backends.torch.optimizer_names import is_elementwise, optimizer_by_name, uses_muon
 from trainformer.core.errors import BadArgument, expected
 
 
@@ -145,6 +146,8 @@ def make_optimizer(
     if isinstance(spec, str):
         spec = {"name": spec}
     if isinstance(spec, Mapping):
+        if uses_muon(spec.get("name")):
+            groups = split_for_muon(groups, *modules_of(task).values())
         return _named(dict(spec), groups, lr, weight_decay)
     make: Any = spec
     if isinstance(spec, type) and issubclass(spec, torch.optim.Optimizer):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
-from trainformer.backends.schedules import Factor, constant, cosine, linear, onecycle
+from trainformer.backends.schedules import Factor, constant, cosine, linear, onecycle, wsd
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
 SCHEDULES: dict[str, Callable[[float, float], Factor]] = {
@@ -22,6 +22,7 @@ SCHEDULES: dict[str, Callable[[float, float], Factor]] = {
     "linear": linear,
     "cosine": cosine,
     "onecycle": onecycle,
+    "wsd": wsd,
 }
 INTERVALS = ("step", "epoch", "eval")
 _KEYS = ("scheduler", "interval", "frequency", "monitor")

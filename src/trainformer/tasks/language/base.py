@@ -28,6 +28,7 @@ from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.sources import load_text
 from trainformer.data.text.store import tokenize
 from trainformer.losses.tokens import TokenLoss, linear_cross_entropy, token_cross_entropy
+from trainformer.models.embeddings import use_padding_row
 from trainformer.models.language import OutputStates, ensure_pad_token, load_model, load_tokenizer
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.adapter_mixin import AdapterMixin
@@ -95,6 +96,8 @@ class LanguageTask(AdapterMixin):
         dtype = None if self.dtype is None else _DTYPES[self.dtype]
         model = load_model(self.model_name, self.kind, dtype=dtype, **options)
         self._fit_vocabulary(model)
+        is_new = not isinstance(self.model_name, str | Path | nn.Module)
+        use_padding_row(model, self.text_tokenizer, is_new=is_new)
         return model if self.adapter is None else self.adapter.apply(model, kind=self.kind)
 
     def _fit_vocabulary(self, model: Any) -> None:
