@@ -161,6 +161,8 @@ class GRPO(RolloutTask):
             kl = ((old - reference) * rows.mask).sum(-1)
             self._log({"kl": (kl.sum(), rows.mask.sum())})
             rewards = rewards - self.beta * kl.double().cpu()
+        if self.scale_rewards == "batch":  # all-reduced where the process group can
+            rewards = rewards.to(rows.input_ids.device)
         leave_one_out = self.loss == "rloo"
         return group_advantages(rewards, self.num_generations, scale=self.scale_rewards, leave_one_out=leave_one_out)
 

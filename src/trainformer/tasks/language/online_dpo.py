@@ -144,7 +144,7 @@ class OnlineDPO(RolloutTask):
         rollouts = self.rollouts(batch, self.eval_temperature)
         unknown = torch.full((len(rollouts),), float("nan"), dtype=torch.float64)
         found = self._rollout_metrics(rollouts, Scored(unknown[:, None], unknown))
-        return {name: pair for name, pair in found.items() if name != "reward"}
+        return {name: pair for name, pair in found.items() if name in ("completion_length", "truncated", "turns")}
 
     def _pairs(self, scored: Scored) -> tuple[Tensor, Tensor]:
         """The rows of the chosen and the rejected completion of each prompt (B, 2), and which pairs count (B,)."""

@@ -51,7 +51,7 @@ def group_advantages(
     elif scale == "batch":
         values = values / (_batch_spread(values if leave_one_out else groups) + _EPSILON)
     values = torch.nan_to_num(torch.where(scored, values, 0.0), nan=0.0)
-    has_none = torch.isclose(torch.nan_to_num(spread[:, 0]), torch.zeros(1, dtype=torch.float64), atol=1e-8)
+    has_none = torch.isclose(torch.nan_to_num(spread[:, 0]), spread.new_zeros(1), atol=1e-8)
     return Advantages(values.flatten(), has_none)
 
 

@@ -337,7 +337,7 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
 
     def _log(self, metrics: Mapping[str, tuple[Any, Any]]) -> None:
         """Log (sum, weight) pairs with the next loss."""
-        self._metrics |= {name: pair for name, pair in metrics.items() if float(pair[1]) > 0}
+        self._metrics |= {name: _on_host(pair) for name, pair in metrics.items() if float(pair[1]) > 0}
 
     def _take_metrics(self) -> dict[str, tuple[Any, Any]]:
         found, self._metrics = self._metrics, {}
@@ -391,7 +391,7 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
         rollouts = self.rollouts(batch, self.eval_temperature)
         scored = self.score(rollouts)
         self._keep_samples(self._eval_samples, rollouts, scored)
-        return self._rollout_metrics(rollouts, scored)
+        return {name: _on_host(pair) for name, pair in self._rollout_metrics(rollouts, scored).items()}
 
     def evaluation_records(self) -> dict[str, dict[str, Any]]:
         """Some completions of the latest evaluation, with their rewards."""
@@ -406,7 +406,7 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
         rows = [
             to_width(torch.tensor([r.tokens], dtype=torch.long), self.max_completion_length, pad_id) for r in rollouts
         ]
-        return {"generated": torch.cat(rows)}
+        return {"generated": torch.cat(rows).to(next(self.model.parameters()).device)}
 
     @classmethod
     def stand_ins(cls, opaque: Collection[str]) -> dict[str, Any]:
@@ -425,6 +425,12 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
     def check_batch(self, batch: Any) -> list[str]:
         prompts: Sequence[Prompt] = batch["prompts"]
         return [] if all(prompt.ids for prompt in prompts) else ["A prompt of the batch has no tokens."]
+
+
+def _on_host(pair: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Tensors of the CPU as numbers: the others of a step are on the device."""
+    values = (v.item() if isinstance(v, Tensor) and v.device.type == "cpu" else v for v in pair)
+    return next(values), next(values)
 
 
 def _not_loaded(completions: Any) -> Any:
