@@ -67,10 +67,14 @@ class EmbeddingNoise:
         if rows is None:
             most = self.alpha / (output.shape[1] * width) ** 0.5
             return output + torch.zeros_like(output).uniform_(-most, most)
+        return output + self._draw(rows, width).to(output.dtype)
+
+    @torch.compiler.disable  # inductor on the CPU gave NaN with dynamic shapes (torch 2.13, a mixture of experts)
+    def _draw(self, rows: _Rows, width: int) -> Tensor:
         # Row by row: the integers take 8 bytes for each element.
-        noise = torch.stack([_uniform(key, output.shape[1], width) for key in rows.keys])
+        noise = torch.stack([_uniform(key, rows.lengths.shape[1], width) for key in rows.keys])
         most = torch.where(rows.lengths > 0, self.alpha / (rows.lengths.clamp(min=1) * width).sqrt(), 0.0)
-        return output + (noise * most.unsqueeze(-1)).to(output.dtype)
+        return noise * most.unsqueeze(-1)
 
 
 def document_lengths(batch: Any) -> Tensor:
