@@ -35,10 +35,11 @@ from trainformer.backends.torch.placement import Feeder, RequestFlag
 from trainformer.backends.torch.scalars import DeviceScalars
 from trainformer.backends.torch.schedules import Schedule
 from trainformer.backends.torch.step_checks import StepChecks
+from trainformer.backends.torch.step_window import announce_step
 from trainformer.core.errors import BadArgument
 from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, Mean, StepResult
 from trainformer.engine.metrics import weighted_means
-from trainformer.utils.distributed import all_reduce_sum, padding
+from trainformer.utils.distributed import padding
 
 logger = logging.getLogger("trainformer")
 
@@ -189,21 +190,7 @@ class TorchBackend(DeviceScalars):
 
     def begin_window(self, batches: Sequence[DeviceBatch]) -> None:
         """Pass the micro-batches of the next step to the task, and their totals if it has `step_totals`."""
-        if hasattr(self.task, "begin_window"):
-            with self.precision.forward():
-                self.task.begin_window([batch.data for batch in batches], [batch.size for batch in batches])
-        if hasattr(self.task, "step_totals"):
-            self._reduce_totals(batches)
-
-    def _reduce_totals(self, batches: Sequence[DeviceBatch]) -> None:
-        """Sum `step_totals` over micro-batches and ranks."""
-        found = []
-        for batch in batches:
-            # Nothing is logged here: the step itself does that.
-            with torch.no_grad(), self.precision.forward(), nullcontext() if batch.size else padding(participates=True):
-                totals = self.strategy.infer(self.task.step_totals, batch.data)
-            found.append(totals if batch.size else torch.zeros_like(totals))
-        self.task.use_step_totals(all_reduce_sum(torch.stack(found).sum(0)))
+        announce_step(self.task, batches, self.precision, self.strategy)
 
     def end_window(self) -> None:
         """Make the task forget the totals of a trial step."""

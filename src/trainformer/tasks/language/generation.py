@@ -120,6 +120,12 @@ def _limit(size: int, wanted: int, context: int | None) -> int:
     return context - size
 
 
+def end_tokens(model: Any, tokenizer: Any, is_chat: bool = True) -> list[int]:
+    """The tokens that end an answer: those of model and tokenizer and, in a chat, of the template's end of turn."""
+    turn_end = end_of_turn(tokenizer) if is_chat else None
+    return sorted({*stop_token_ids(model, tokenizer), *([] if turn_end is None else [turn_end])})
+
+
 class _Call:
     """One call of transformers' `generate` for prompts that share stop tokens and length."""
 
@@ -135,8 +141,7 @@ class _Call:
         self._config = copy.deepcopy(given or base.generation_config)
         given_stop = self.options.pop("eos_token_id", None)
         if given_stop is None:
-            turn_end = [end_of_turn(tokenizer)] if is_chat else []
-            stops = {*stop_token_ids(base, tokenizer), *(token for token in turn_end if token is not None)}
+            stops = set(end_tokens(base, tokenizer, is_chat))
         else:
             stops = {given_stop} if isinstance(given_stop, int) else set(given_stop)
         self.stops = sorted(stops)

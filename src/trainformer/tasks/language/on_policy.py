@@ -18,7 +18,8 @@ from trainformer.data.order import sample_rng
 from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, EncodingReport, ErrorContext
 from trainformer.data.text.generation import is_conversation, read_prompt
 from trainformer.data.text.store import StoreView
-from trainformer.models.generation import stop_token_ids
+from trainformer.tasks.language.generation import end_tokens
+from trainformer.tasks.language.rollouts.generation import is_sharded
 from trainformer.tasks.language.rollouts.sampling import SamplingOptions, completion_mask, sample_tokens
 
 DATA, STUDENT, TEACHER = 0, 1, 2  # who wrote the completion of a sample
@@ -122,7 +123,7 @@ def complete_rows(
     batch: Mapping[str, Tensor], source: int, model: nn.Module, options: SamplingOptions, tokenizer: Any
 ) -> Mapping[str, Tensor]:
     """The batch with completions of a model for the rows of that source; the completions are supervised."""
-    pad_id, stop_ids = tokenizer.pad_token_id, stop_token_ids(model, tokenizer)
+    pad_id, stop_ids = tokenizer.pad_token_id, end_tokens(model, tokenizer)
     chosen = batch["sources"] == source
     sharded = is_sharded(model)
     if not sharded and not bool(chosen.any()):
@@ -153,10 +154,3 @@ def complete_rows(
         part.scatter_(1, target, values.to(part.dtype))
         tensor[rows] = part
     return {**batch, **dict(zip(("input_ids", "attention_mask", "labels"), grown, strict=True))}
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether blocks of a model are gathered in each forward pass, so that all processes must make as many."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return any(isinstance(module, FSDPModule) for module in model.modules())

@@ -23,6 +23,7 @@ from trainformer.data.text.prompts import Prompt, PromptEncoder, PromptRecords, 
 from trainformer.losses.policy import TokenScores, token_scores
 from trainformer.models.language import OutputStates
 from trainformer.tasks.language.base import GenerationMixin, data_name, to_width
+from trainformer.tasks.language.generation import end_tokens
 from trainformer.tasks.language.positions import longest_sequence
 from trainformer.tasks.language.reference import ReferenceMixin, model_digest
 from trainformer.tasks.language.rollouts.environment import ToolEnvironment, environment_factory, tool_schemas
@@ -162,19 +163,16 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
 
     @cached_property
     def stop_ids(self) -> list[int]:
-        """The tokens that end a completion: those of the tokenizer, of the model's generation config, and your own."""
+        """The tokens that end a completion: of the tokenizer, the generation config, the chat template, and your own."""
         tokenizer, model = self.text_tokenizer, unwrap_model(self.model)
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-        of_model = getattr(getattr(base, "generation_config", None), "eos_token_id", None)
-        of_model = [of_model] if isinstance(of_model, int) else list(of_model or ())
         own = []
         for token in self.stop_tokens:
             number = tokenizer.convert_tokens_to_ids(token) if isinstance(token, str) else token
             if number is None or not 0 <= number < len(tokenizer) or number == tokenizer.unk_token_id:
                 raise BadArgument(expected("stop_tokens to be single tokens of the tokenizer", token))
             own.append(int(number))
-        found = [tokenizer.eos_token_id, *of_model, *own]
-        return sorted({int(token) for token in found if token is not None})
+        return sorted({*end_tokens(base, tokenizer), *own})
 
     @cached_property
     def _maker(self) -> RolloutMaker:
