@@ -163,7 +163,7 @@ class RolloutTask(ReferenceMixin, GenerationMixin):
 
     @cached_property
     def stop_ids(self) -> list[int]:
-        """The tokens that end a completion: of the tokenizer, the generation config, the chat template, and your own."""
+        """The tokens that end a completion: of tokenizer, generation config and chat template, and your own."""
         tokenizer, model = self.text_tokenizer, unwrap_model(self.model)
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
         own = []
