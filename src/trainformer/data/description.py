@@ -28,7 +28,7 @@ def describe_training_data(data: Any) -> list[dict[str, Any]]:
         return [{"source": name, **part} for name, parts in named for part in parts]
     if isinstance(data, str | Path):
         return [_describe_path(str(data))]
-    if isinstance(data, list) and data and all(isinstance(record, str | dict) for record in data[:8]):
+    if type(data) is list and data and all(isinstance(record, str | dict) for record in data[:8]):
         return [_describe_records(data)]
     described = {"name": type(data).__name__}
     fingerprint = getattr(data, "_fingerprint", None)  # of a Hugging Face dataset

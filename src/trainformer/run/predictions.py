@@ -17,7 +17,6 @@ from typing import Any, TextIO, cast
 from trainformer.context.jsonable import jsonable
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.optional import require
-from trainformer.tasks.base import provides
 from trainformer.utils.files import sync
 from trainformer.utils.processes import is_alive
 
@@ -44,6 +43,8 @@ def named_columns(task: Any, batches: Iterable[Columns], ids: Iterator[Any] | No
     """Predictions with the index and the id of each sample, and class names or text where the task has them."""
     names, tokenizer = getattr(task, "class_names", None), cast(Any, getattr(task, "text_tokenizer", None))
     indices = count()
+    from trainformer.tasks.base import provides  # which imports NumPy
+
     if provides(task, "merge_predictions"):
         batches = task.merge_predictions(batches)
     for batch in batches:
