@@ -369,7 +369,6 @@ def test_mistakes_are_said(place, tmp_path):
         (on_adapter, None, {}, r"a whole model as the base of the adapter.*finalize"),
         (empty, None, {}, "a run with a complete checkpoint"),
         (injected, None, tokenizer, "a PeftModel or a model without adapters"),
-        (place.opened(), None, tokenizer, "is_trainable=True"),
         (both, None, tokenizer, "one adapter to train, received 'trainable weights in one, two'"),
         (place.folder / "base", NEW, {"on_adapter": "stack"}, "a model with an adapter for on_adapter"),
         (place.folder / "base", None, {"base": "gpt2"}, "a base for the folder of an adapter alone"),
@@ -384,6 +383,10 @@ def test_mistakes_are_said(place, tmp_path):
     for model, adapter, options, said in cases:
         with pytest.raises(BadArgument, match=said):
             assert place.task(model, adapter, **options).model is None
+    frozen = place.task(place.opened(), None, **tokenizer)  # may be evaluated
+    assert not any(parameter.requires_grad for parameter in frozen.model.parameters())
+    with pytest.raises(BadArgument, match="is_trainable=True"):
+        toys.trainer_for(frozen, toys.conversations())
     for options, said in (
         ({"on_adapter": "stack"}, "together with a new adapter"),
         ({"on_adapter": "mix"}, "on_adapter"),

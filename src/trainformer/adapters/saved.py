@@ -240,17 +240,21 @@ def frozen_in(model: nn.Module) -> dict[str, AdapterCopy]:
     return copies
 
 
-def check_trainable(model: nn.Module) -> None:
-    """Reject a `PeftModel` that has no trainable adapter, or several."""
+def check_one_trainable(model: nn.Module) -> None:
+    """Reject a `PeftModel` with several trainable adapters. One without any may be evaluated."""
     inner = adapted_model(model)
     trainable = {name for name, parameter in inner.named_parameters() if parameter.requires_grad}
-    if not trainable:
-        do = "Load it with PeftModel.from_pretrained(..., is_trainable=True), or pass the folder of the adapter."
-        raise BadArgument(expected("an adapter that can be trained", "a PeftModel without trainable weights", do))
     names = [name for name in inner.peft_config if any(f".{name}." in f"{key}." for key in trainable)]
     if len(names) > 1:
         do = "Freeze all but one (requires_grad_(False)); the others stay active."
         raise BadArgument(expected("one adapter to train", f"trainable weights in {', '.join(names)}", do))
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Reject a `PeftModel` that cannot be trained."""
+    if not any(parameter.requires_grad for parameter in adapted_model(model).parameters()):
+        do = "Load it with PeftModel.from_pretrained(..., is_trainable=True), or pass the folder of the adapter."
+        raise BadArgument(expected("an adapter that can be trained", "a PeftModel without trainable weights", do))
 
 
 # -- writing -----------------------------------------------------------------------------------------------

@@ -116,6 +116,7 @@ def front_options(args: BaseTrainingArguments) -> FrontOptions:
         keeps_records=False,
         marks_latest=False,
         records_task=False,
+        checks_cadences=False,
         skips_deleted=True,
     )
 

@@ -169,6 +169,7 @@ def _options(trainer: BaseTrainer) -> FrontOptions:
         plan={"log_first": False, "save_at_end": bool(hooks)},
         keeps_folder=trainer.workspace is not None and rank() == 0,
         records_task=False,
+        checks_cadences=False,
         fresh_start_hint="pass load=None to the CheckpointingHook",
         continue_hint="pass load='{checkpoint}' to it",
         signals=signals,

@@ -122,7 +122,7 @@ def _resume(run: Run, checkpointer: Checkpointer, folder: RunFolder) -> None:
 
 
 def _make_loop(run: Run) -> Loop:
-    if run.process_group.is_main:
+    if run.process_group.is_main and run.options.checks_cadences:
         evaluates = bool(run.val_sources)
         warn_of_cadences(run.settings, run.passed, evaluates, run.total_steps(), run.steps_per_epoch())
     return Loop(

@@ -235,8 +235,9 @@ class FrontOptions:
     formatted with the step. With `shows_messages` log messages go to the console whatever loggers there are.
     With `skips_deleted`, a component whose file was deleted from a checkpoint keeps its initial state. Without
     `keeps_records` a run writes checkpoints and nothing else, unless it has a `run_dir`. `marks_latest` is whether a
-    file `latest` names the newest checkpoint, `records_task` whether each has a ``task.json``. `fresh_start_hint` tells
-    the user how to start from scratch, `continue_hint` how to resume with other settings.
+    file `latest` names the newest checkpoint, `records_task` whether each has a ``task.json``. `checks_cadences` is
+    whether to warn of cadences that a run never reaches: where they were not passed by these names, it would confuse.
+    `fresh_start_hint` tells the user how to start from scratch, `continue_hint` how to resume with other settings.
     """
 
     plan: Mapping[str, Any] = field(default_factory=dict)
@@ -244,6 +245,7 @@ class FrontOptions:
     keeps_records: bool = True
     marks_latest: bool = True
     records_task: bool = True
+    checks_cadences: bool = True
     checkpoint_name: str = "step_{:08d}"
     shows_messages: bool = False
     skips_deleted: bool = False

@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from trainformer.adapters.base import Adapter, adapted_model, is_adapted, unwrap_model
 from trainformer.adapters.prefix import PrefixTuning
 from trainformer.adapters.qlora import is_quantised
-from trainformer.adapters.saved import check_trainable, merge_adapters, open_adapters, remember_frozen, stack_adapter
+from trainformer.adapters.saved import (
+    check_one_trainable,
+    check_trainable,
+    merge_adapters,
+    open_adapters,
+    remember_frozen,
+    stack_adapter,
+)
 from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import check_choice, check_count, expected
 from trainformer.data.text.collate import pad
@@ -142,7 +149,7 @@ class LanguageTask(AdapterMixin):
                 raise BadArgument(expected("a model with an adapter for on_adapter", "one without", "Leave it out."))
             return model if self.adapter is None else self.adapter.apply(model, kind=self.kind)
         if self.adapter is None:
-            check_trainable(model)
+            check_one_trainable(model)
             return model
         if self.on_adapter == "stack":
             return stack_adapter(model, self.adapter, self.kind)
@@ -192,7 +199,8 @@ class LanguageTask(AdapterMixin):
 
     def configure(self, info: Any) -> None:
         """Load the model now, after seeding."""
-        assert self.model is not None
+        if is_adapted(self.model):
+            check_trainable(self.model)
 
     # -- inference -----------------------------------------------------------------------------------------
 
