@@ -20,7 +20,7 @@ from trainformer.core.optional import require
 logger = logging.getLogger("trainformer")
 
 # The auto class of transformers for each kind of model.
-_CLASSES = {
+AUTO_CLASSES = {
     "causal_lm": "AutoModelForCausalLM",
     "seq2seq": "AutoModelForSeq2SeqLM",
     "masked_lm": "AutoModelForMaskedLM",
@@ -47,7 +47,7 @@ def load_model(source: ModelSource, kind: str, *, dtype: torch.dtype | None = No
     if isinstance(source, nn.Module):
         return source
     transformers = _transformers()
-    auto = getattr(transformers, _CLASSES[kind])
+    auto = getattr(transformers, AUTO_CLASSES[kind])
     dtype = dtype or torch.float32
     options = {"trust_remote_code": False, **options}  # without it, transformers asks on a terminal
     if isinstance(source, transformers.PretrainedConfig):

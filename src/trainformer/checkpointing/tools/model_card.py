@@ -15,6 +15,7 @@ from typing import Any
 from trainformer.checkpointing import Checkpoint
 from trainformer.checkpointing.manifest import digest
 from trainformer.core.optional import require
+from trainformer.models.language import AUTO_CLASSES
 from trainformer.utils.files import decode_json
 from trainformer.utils.run_folders import is_named
 
@@ -27,16 +28,6 @@ _PIPELINES = {
     "token_classification": "token-classification",
     "embedding": "feature-extraction",
     "vlm": "image-text-to-text",
-}
-_AUTO = {
-    "causal_lm": "AutoModelForCausalLM",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-    "masked_lm": "AutoModelForMaskedLM",
-    "sequence_classification": "AutoModelForSequenceClassification",
-    "token_classification": "AutoModelForTokenClassification",
-    "embedding": "AutoModel",
-    "clip": "AutoModel",
-    "vlm": "AutoModelForImageTextToText",
 }
 # What decides the result of a training, in this order.
 _SETTINGS = (
@@ -110,7 +101,7 @@ def _introduction(settings: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
 
 
 def _usage(facts: Mapping[str, Any]) -> str:
-    auto = _AUTO.get(str(facts.get("kind")))
+    auto = AUTO_CLASSES.get(str(facts.get("kind")))
     if auto is None:
         return ""
     reader = "AutoProcessor" if facts["kind"] in ("clip", "vlm") else "AutoTokenizer"
