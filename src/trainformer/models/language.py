@@ -34,6 +34,8 @@ AUTO_CLASSES = {
 # Kinds whose head is new if the model was saved for another purpose, and the head of that purpose is not used.
 _NEW_HEADS = ("sequence_classification", "token_classification", "embedding")
 
+_ENCODERS = (*_NEW_HEADS, "masked_lm")
+
 ModelSource = Any  # a hub name, a folder, a configuration, or a model
 
 
@@ -42,7 +44,8 @@ def load_model(source: ModelSource, kind: str, *, dtype: torch.dtype | None = No
 
     Weights are loaded in float32 unless `dtype` is given, whatever dtype they were saved in. Weights that the model has
     and its files do not, or the other way round, are an error, except for the head of a classifier or an embedding
-    model that was saved for another purpose.
+    model that was saved for another purpose, for the other heads of an encoder, and for buffers that older versions of
+    transformers saved.
     """
     if isinstance(source, nn.Module):
         return source
@@ -68,9 +71,12 @@ def _check_loaded(model: Any, kind: str, report: Mapping[str, Any], name: str) -
     # An adapter of a model has to save these: they are in no file of its base.
     model.new_weights = sorted(report["missing_keys"]) if kind != "embedding" else []
     problems = []
-    for what, keys in (("missing", report["missing_keys"]), ("unused", report["unexpected_keys"])):
-        odd = sorted(key for key in keys if not (expects_head and _is_head(model, key)))
-        if odd:
+    missing = {key for key in report["missing_keys"] if not (expects_head and _is_head(model, key))}
+    unused = {key for key in report["unexpected_keys"] if not _is_buffer(model, key)}
+    if expects_head or kind in _ENCODERS:  # saved for several purposes, as BERT is
+        unused = {key for key in unused if not _is_head(model, key)}
+    for what, keys in (("missing", missing), ("unused", unused)):
+        if odd := sorted(keys):
             problems.append(f"{len(odd)} {what} ({', '.join(odd[:3])}{', ...' if len(odd) > 3 else ''})")
     if problems:
         do = f"Is it a model for {kind.replace('_', ' ')}? If this is intended, load the model yourself and pass it."
@@ -83,6 +89,13 @@ def _is_head(model: Any, key: str) -> bool:
     encoder = getattr(model, "base_model_prefix", "")
     inside = key.startswith(f"{encoder}.") if encoder and hasattr(model, encoder) else key in model.state_dict()
     return not inside or ".pooler." in f".{key}"
+
+
+def _is_buffer(model: Any, key: str) -> bool:
+    """Whether a key is that of a buffer that the model computes by itself, and older files contain."""
+    prefix = getattr(model, "base_model_prefix", "")
+    names = {name for name, _ in model.named_buffers()}
+    return key in names or f"{prefix}.{key}" in names or key.endswith(".masked_bias")
 
 
 def load_tokenizer(source: ModelSource, **options: Any) -> Any:
