@@ -97,7 +97,7 @@ def trained(tmp_path_factory):
         toys.checkpoint_of(dpo), rewards=correct, num_generations=8, max_completion_length=3, beta=0.01,
         cache_dir=folder / "tokens",
     )  # fmt: skip
-    grpo = run(rewarded, prompts, folder / "grpo", max_steps=30, lr=3e-3, log_every=5)
+    grpo = run(rewarded, prompts, folder / "grpo", max_steps=80, lr=3e-3, log_every=10)
     return base, sft, dpo, grpo
 
 
