@@ -93,6 +93,10 @@ def test_parts_of_a_forward_pass_give_the_same_gradients():
         loss.sum.backward()
         found.append({name: p.grad for name, p in task.model.named_parameters()})
     close(*found)
+    whole, parts = found
+    assert whole.keys() == parts.keys()
+    assert all(torch.allclose(whole[name], parts[name], rtol=0, atol=1e-8) for name in whole)
+    assert max(float(grad.abs().max()) for grad in whole.values()) > 1e-3
 
 
 def test_an_adapter_is_trained_and_the_reference_costs_nothing(tmp_path):

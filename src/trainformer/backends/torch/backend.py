@@ -192,11 +192,6 @@ class TorchBackend(DeviceScalars):
         """Pass the micro-batches of the next step to the task, and their totals if it has `step_totals`."""
         announce_step(self.task, batches, self.precision, self.strategy)
 
-    def end_window(self) -> None:
-        """Make the task forget the totals of a trial step."""
-        if hasattr(self.task, "use_step_totals"):
-            self.task.use_step_totals(None)
-
     def feed(self, batches: Iterable[HostBatch], train: bool) -> Iterator[DeviceBatch]:
         """Batches on the device, with the task's transforms applied."""
         if train not in self._transforms:  # not before the first batch: the task may need to see its data first

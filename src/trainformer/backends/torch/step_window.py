@@ -26,3 +26,9 @@ def announce_step(task: Any, batches: Sequence[DeviceBatch], precision: Any, str
             totals = strategy.infer(task.step_totals, batch.data)
         found.append(totals if batch.size else torch.zeros_like(totals))
     task.use_step_totals(all_reduce_sum(torch.stack(found).sum(0)))
+
+
+def forget_totals(task: Any) -> None:
+    """Make the task forget the totals of a trial step."""
+    if hasattr(task, "use_step_totals"):
+        task.use_step_totals(None)

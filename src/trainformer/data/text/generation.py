@@ -6,6 +6,7 @@ answer begins, and tokenised without a second BOS, as `apply_chat_template` does
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +17,8 @@ from trainformer.data.text.encode import ALPACA, ALPACA_WITH_INPUT, fill_templat
 from trainformer.data.text.messages import check_messages, check_tools
 from trainformer.data.text.rendering import for_template
 from trainformer.data.text.schemas import MESSAGE_KEYS
+
+logger = logging.getLogger("trainformer")
 
 _TARGETS = ("completion", "response", "output", "answer", "target")
 _DO = 'Write prompts as lines of a .txt file, or as {"prompt": ...} or {"messages": [...]} in a .jsonl file.'
@@ -216,8 +219,9 @@ def end_of_turn(tokenizer: Any) -> int | None:
     for messages in ([asked, said], [asked, said, asked]):
         try:
             rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
-        except Exception:  # a template may refuse such conversations: there is nothing to learn from it
-            return None
+        except Exception as error:  # a template may refuse anything; a prompt that it refuses is an error
+            logger.info("the chat template does not render a plain conversation: %s", error)
+            continue
         after = rendered.rpartition(_ANSWER)[2].lstrip()
         added = {str(token): index for index, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
         ends = [token for token in added if token.strip() and after.startswith(token)]

@@ -7,6 +7,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from trainformer.backends.torch.schedules import Schedule
+from trainformer.backends.torch.step_window import forget_totals
 from trainformer.core.types import DeviceBatch
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class DryRun:
             backend.reduce_window_loss()
             yield backend.active.name, backend.window_loss()
             backend.drop_step()
-        backend.end_window()
+        forget_totals(backend.task)
 
     def _begin_window(self, batch: DeviceBatch) -> None:
         if self._backend.wants_window:
@@ -72,4 +73,4 @@ class DryRun:
             for name, schedule in schedules.items():
                 backend.optimizers[name].schedule = schedule
             backend.drop_step()
-            backend.end_window()
+            forget_totals(backend.task)
