@@ -41,13 +41,21 @@ class Visit:
             return count;
         }"""
         red, green, blue = bytes.fromhex(colour.removeprefix("#"))
+        self.wait_for_plot(title)
         at = None if x is None else self.plot(title, f"u.valToPos({x}, 'x', true)")
         return self.page.evaluate(script, [title, red, green, blue, at])
 
     def plot(self, title: str, what: str):
         """Evaluate an expression on the uPlot `u` of a metric."""
-        box = f'document.querySelector(`figure[data-title="{title}"] .canvas`)'
-        return self.page.evaluate(f"() => {{ const u = {box}.uplot; return {what}; }}")
+        self.wait_for_plot(title)
+        return self.page.evaluate(f"() => {{ const u = {self._box(title)}.uplot; return {what}; }}")
+
+    def wait_for_plot(self, title: str) -> None:
+        """A plot is drawn when the browser reports that it is in sight, which may be after the page has loaded."""
+        self.page.wait_for_function(f"() => {self._box(title)}?.uplot !== undefined")
+
+    def _box(self, title: str) -> str:
+        return f'document.querySelector(`figure[data-title="{title}"] .canvas`)'
 
     def hover(self, title: str, x: float) -> None:
         """Move the mouse to a value of the x axis."""
