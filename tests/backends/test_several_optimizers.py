@@ -490,6 +490,7 @@ LATE = {
     "uneven": (Uneven(), {"accumulation_steps": 2, "batch_size": 4}, "same optimizers in the same order"),
     "nothing is due": (Nothing(), {}, "that is due in every step"),
     "a forgotten step": (Forgotten(), {}, r"step\(\) or zero_grad\(\) after backward"),
+    "never due": (Functions(), {"max_steps": 2}, r"'generator' \(46 parameters\) .* 2 steps, received 'every=3'"),
     "the learning rate finder": (Functions(), {"callbacks": [LRFinder(num_steps=10)]}, "several optimizers"),
 }
 
@@ -508,8 +509,37 @@ def test_mistakes_in_a_step_are_explained(name):
         make(task, **settings).fit()
 
 
+class NeverYielded(Yields):
+    def train_step(self, batch):
+        yield "critic", self.critic_loss(batch)
+
+
+class NeverStepped(Manual):
+    def manual_step(self, batch, optimizers):
+        """The optimizer of torch may be stepped itself."""
+        critic = optimizers["critic"].optimizer
+        critic.zero_grad()
+        self.critic_loss(batch).sum.backward()
+        critic.step()
+
+
+@pytest.mark.parametrize("kind", [NeverYielded, NeverStepped])
+def test_an_optimizer_that_is_never_updated_is_reported(kind, caplog):
+    kind.every = 1
+    report = make(kind()).check()
+    assert [f.question for f in report.warnings] == ["optimizers" if kind is NeverYielded else "manual_step"]
+    make(kind()).fit()
+    (warning,) = [r.getMessage() for r in caplog.records if "never updated" in r.getMessage()]
+    assert warning.startswith("the optimizer 'generator' (46 parameters) was never updated in 8 steps")
+
+
+def test_an_optimizer_that_is_never_due_fails_the_check():
+    report = make(Functions(), max_steps=2).check(raise_on_failure=False)
+    assert ["every=3" in f.message for f in report.failures] == [True]
+
+
 def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path):
-    make(Functions(), run_dir=str(tmp_path), max_steps=2, save_every=1).fit()
+    make(Functions(), run_dir=str(tmp_path), max_steps=3, save_every=1).fit()
 
     class Renamed(Functions):
         def configure_optimizers(self):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -15,13 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainformer
 from toys import MeanTask, classes
-from trainformer import Trainer
+from trainformer import OptimizerConfig, Trainer
 from trainformer.checkpoint import finalize
 from trainformer.cli import main
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.data.folder import read_image
 from trainformer.inference import OnnxPredictor
-from trainformer.tasks import SSL, ImageClassification, MetricLearning
+from trainformer.tasks import SSL, ImageClassification, MetricLearning, TabularClassification
 
 USUAL = {
     "epochs": 2,
@@ -359,3 +360,21 @@ def test_damaged_weights_are_refused(moved, tmp_path):
     (tmp_path / "m.onnx").write_bytes(image.getvalue())
     with pytest.raises(DataError, match=r"preprocessing\.json beside"):
         trainformer.load(tmp_path / "m.onnx")
+
+
+class Scheduled(MeanTask):
+    def configure_optimizers(self):
+        return {"one": OptimizerConfig(params=self.model, step=self.train_step, scheduler="cosine")}
+
+
+def test_a_task_with_a_schedule_of_its_own_opens_without_its_data():
+    trainer = Trainer(Scheduled(), classes(), run_dir="run", **USUAL).fit()
+    assert trainformer.load("run", task=Scheduled()).evaluate(classes()) == trainer.evaluate(classes())
+
+
+def test_a_data_frame_is_predicted_for_as_a_whole():
+    frame = pd.DataFrame({"a": np.arange(16.0), "y": ["no", "yes"] * 8})
+    trainer = Trainer(TabularClassification(target="y"), frame, run_dir="run", **USUAL).fit()
+    wanted = [row["probabilities"] for row in trainer.predict(frame)]
+    rows = trainformer.load("run")(frame.drop(columns="y"))
+    assert all(torch.equal(row["probabilities"], one) for row, one in zip(rows, wanted, strict=True))

@@ -330,7 +330,8 @@ REFUSED = {
         SETS, {"scheduler": {"name": "plateau", "monitor": "val/loss"}}, "ReduceLROnPlateau to name a metric",
     ),
     "a scheduler of a set that is never evaluated": (
-        SETS, {"scheduler": "plateau", "eval_every": {"clean": None}}, "evaluations during training",
+        SETS, {"scheduler": {"name": "plateau", "monitor": "val/clean/loss"}, "eval_every": {"clean": None}},
+        "evaluations during training",
     ),
     "a probe without a set": (
         SETS, {"callbacks": [OnlineKNN()], "monitor_metric": "val/online_knn"}, "'val/clean/online_knn'",
@@ -438,3 +439,16 @@ def test_a_list_of_long_texts_is_one_dataset():
     """As a path, each of them would be longer than file systems allow."""
     texts = ["word " * 120, "another " * 90]
     assert validation_sets(texts) == {"": texts}
+
+
+def test_a_set_that_is_never_evaluated_is_not_monitored():
+    never = {"eval_every": {"clean": None}}
+    with pytest.raises(BadArgument, match="evaluations of 'clean' for monitor_metric"):
+        trainer(monitor_metric="val/clean/loss", **never).fit()
+    with pytest.raises(BadArgument, match="evaluations of 'clean' for EarlyStopping"):
+        trainer(callbacks=[EarlyStopping("val/clean/loss")], **never).fit()
+
+
+def test_the_default_monitors_the_first_set_that_is_evaluated():
+    made = trainer(eval_every={"clean": None}).fit()
+    assert set(made.best_metrics) == {"val/shifted/loss", "val/shifted/accuracy"}

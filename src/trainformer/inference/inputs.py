@@ -80,6 +80,8 @@ def is_dataset(inputs: Any, of_images: bool) -> bool:
         return os.path.isdir(inputs) or is_list(inputs)
     if not of_images and isinstance(inputs, tuple | Tensor | np.ndarray):
         return True  # tensors with one row per sample
+    if not of_images and hasattr(inputs, "columns") and hasattr(inputs, "__len__"):
+        return True  # a DataFrame
     return isinstance(inputs, torch.utils.data.Dataset | torch.utils.data.DataLoader)
 
 

@@ -118,7 +118,7 @@ class Run(ABC):
         return {}
 
     def check_launch(self) -> None:  # noqa: B027 - most runs have nothing to check
-        """Raise if the processes that were started cannot train together."""
+        """Raise if the run cannot train as it was started: its processes not together, or too few steps for a part."""
 
     def newest_checkpoint(self, checkpointer: Checkpointer) -> Checkpoint | None:
         """The checkpoint to resume from, if there is one."""

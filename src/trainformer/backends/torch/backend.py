@@ -149,6 +149,12 @@ class TorchBackend(DeviceScalars):
         for optimizer in self.optimizers.values():
             optimizer.schedule_for(total_steps)
 
+    def check_due(self, total_steps: int | None) -> None:
+        """Raise if one of several optimizers is not due once in this many steps."""
+
+    def warn_of_idle(self, steps: int, is_end: bool) -> None:
+        """Warn if one of several optimizers was never updated in the `steps` since `fit` began."""
+
     def end_epoch(self, epochs: int) -> None:
         """Step schedulers that count epochs. Called again for the same epoch, it does nothing."""
         for optimizer in self.optimizers.values():

@@ -72,6 +72,8 @@ class ManualOptimizer:
 class ManualOptimization(SeveralOptimizers):
     """The torch backend for a task with `manual_step`."""
 
+    who_updates = "manual_step does not call optimizers[{name!r}].step()"
+
     def __init__(self, task: Any, settings: RunSettings, strategy: Strategy, reduces_rows: bool = True) -> None:
         if settings.accumulation_steps != 1:
             do = "Accumulate inside manual_step: call backward several times before step."

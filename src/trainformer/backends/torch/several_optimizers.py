@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trainformer.backends.torch.active_optimizer import ActiveOptimizer
 from trainformer.backends.torch.backend import TorchBackend
+from trainformer.backends.torch.idle_optimizers import IdleOptimizers
 from trainformer.backends.torch.optimizers import make_optimizer, params_of
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.core.types import DeviceBatch, Entry, OptimizerConfig, StepResult
@@ -65,6 +66,7 @@ class SeveralOptimizers(TorchBackend):
 
     optimizers: dict[str, NamedOptimizer]  # type: ignore[assignment]
     active: NamedOptimizer
+    who_updates = "train_step does not yield ({name!r}, loss)"
 
     def __init__(self, task: Any, settings: RunSettings, strategy: Strategy, reduces_rows: bool = True) -> None:
         strategy.use_several_optimizers()
@@ -76,6 +78,7 @@ class SeveralOptimizers(TorchBackend):
         self._sections: list[Generator[Any, None, None]] = []
         self._outputs: Iterator[Any] = iter(())
         self._result: StepResult | None = None
+        self.idle = IdleOptimizers(self)
         if self._yields:
             self.splitter.policy = "raise"  # a generator cannot be run again in smaller pieces
             if self.guard.retries:
@@ -147,6 +150,13 @@ class SeveralOptimizers(TorchBackend):
                 raise BadArgument(expected(what, "none", do))
             functions[name] = self.strategy.wrapped(function)
         return functions
+
+    def check_due(self, total_steps: int | None) -> None:
+        for problem in self.idle.never_due(total_steps):
+            raise BadArgument(problem)
+
+    def warn_of_idle(self, steps: int, is_end: bool) -> None:
+        self.idle.warn(steps, is_end)
 
     # -- the step ------------------------------------------------------------------------------------------
 
@@ -269,6 +279,7 @@ class SeveralOptimizers(TorchBackend):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
+        self.idle.forget_steps()
         for name, updates in state["updates"].items():
             self.optimizers[name].updates = updates
 

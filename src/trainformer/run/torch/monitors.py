@@ -70,6 +70,20 @@ def check_monitors(run: TorchRun) -> None:
             what = f"{who} and the run to agree on what is better for {metric}"
             received = f"mode={mode!r} and monitor_mode={settings.monitor_mode!r}"
             raise BadArgument(expected(what, received, "Set both to 'max' for an accuracy, to 'min' for a loss."))
+    _reject_never_evaluated(run)
+
+
+def _reject_never_evaluated(run: TorchRun) -> None:
+    """Reject a metric that somebody has chosen, of a validation set that is never evaluated."""
+    cadences = eval_cadences(run.settings.eval_every, run.val_sets)
+    if not isinstance(cadences, dict):
+        return
+    for metric, who in monitored(run).items():
+        name = set_of(metric, run.val_sets)
+        is_chosen = who != "monitor_metric" or "monitor_metric" in run.passed
+        if name is not None and cadences[name] is None and is_chosen:
+            do = "Give it a cadence, or monitor another set."
+            raise BadArgument(expected(f"evaluations of {name!r} for {who}={metric!r}", "eval_every=None for it", do))
 
 
 def _required(run: TorchRun) -> dict[str, str]:

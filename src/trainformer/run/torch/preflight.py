@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainformer.backends.torch import capture_random, restore_random
 from trainformer.backends.torch.coverage import unoptimized_message
+from trainformer.backends.torch.several_optimizers import SeveralOptimizers
 from trainformer.backends.torch.state import cloned
 from trainformer.core.errors import CheckFailed, TrainformerError
 from trainformer.core.types import DeviceBatch
@@ -181,6 +182,7 @@ def _training(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: CheckR
     if any(weight == 0 for _, weight in losses.values()):
         problems = ["nothing in the first batch is supervised: the weight of its loss is 0. Are all labels masked?"]
     report.add("forward and backward", problems, ", ".join(f"{name} {x:.4g}" for name, (x, _) in losses.items()))
+    _optimizers(run, [name.removesuffix(" loss") for name in losses], report)
     backend = run.backend
     unused = {id(p) for p in run.task.unused_parameters()} if provides(run.task, "unused_parameters") else {}
     unused_names = {backend.names.get(key) for key in unused}
@@ -207,6 +209,16 @@ def _training(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: CheckR
             "zero gradients", [f"the gradient of {_some(zero)} is all zero, before and after a step."], "", "warning"
         )
     return not problems
+
+
+def _optimizers(run: TorchRun, updated: list[str], report: CheckReport) -> None:
+    """Several optimizers: is each of them updated?"""
+    if not isinstance(run.backend, SeveralOptimizers):
+        return
+    never = run.backend.idle.never_due(run.total_steps())
+    problems = never or _of_all_ranks(run, run.backend.idle.without(updated))
+    names = ", ".join(run.backend.optimizers)
+    report.add("optimizers", problems, f"{names}: each is updated", "failed" if never else "warning")
 
 
 def _manual_training(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: CheckReport) -> bool:

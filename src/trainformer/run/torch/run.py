@@ -50,6 +50,7 @@ class TorchRun(Run):
         self.info = parts.info
         self.same_classes = parts.same_classes
         self._evaluation = parts.evaluation
+        self._began_at = 0  # the step at which `fit` was called
         super().__init__(owner, parts)
 
     # -- description -------------------------------------------------------------------------------------------
@@ -79,8 +80,24 @@ class TorchRun(Run):
         # At the beginning, too: a state may have been saved after the epoch was counted and before its end was handled.
         return {
             Event.EPOCH_BEGIN: lambda epoch: self.backend.end_epoch(epoch),
-            Event.EPOCH_END: lambda epoch, metrics: self.backend.end_epoch(epoch + 1),
+            Event.EPOCH_END: lambda epoch, metrics: self._end_epoch(epoch + 1),
+            Event.TRAIN_BEGIN: self._begin_training,
+            Event.TRAIN_END: lambda: self._warn_of_idle(is_end=not self.control.should_stop),
         }
+
+    def _begin_training(self) -> None:
+        self._began_at = self.state.step
+
+    def _end_epoch(self, epochs: int) -> None:
+        self.backend.end_epoch(epochs)
+        self._warn_of_idle(is_end=False)
+
+    def _warn_of_idle(self, is_end: bool) -> None:
+        self.backend.warn_of_idle(self.state.step - self._began_at, is_end)
+
+    def total_steps(self) -> int | None:
+        # Without its data a run does not train, but the schedules that a task declares are still built.
+        return 1 if isinstance(self.parts.data, RecordedData) else super().total_steps()
 
     def connect(self) -> None:
         super().connect()
@@ -126,6 +143,7 @@ class TorchRun(Run):
 
     def check_launch(self) -> None:
         check_launch(self.backend.strategy)
+        self.backend.check_due(self.total_steps())
 
     def record_config(self) -> None:
         record_config(self)

@@ -43,7 +43,7 @@ from trainformer.run.torch.evaluation import Evaluation, Inference
 from trainformer.run.torch.mixture import as_training_data
 from trainformer.run.torch.record import RecordedData
 from trainformer.run.torch.settings import RunSettings
-from trainformer.run.validation_sets import check_eval_every, default_monitor
+from trainformer.run.validation_sets import check_eval_every, default_monitor, eval_cadences
 from trainformer.tasks.base import provides
 from trainformer.tasks.contract import check_methods, check_model, explain_missing
 from trainformer.utils.helpers import seed_everything
@@ -231,9 +231,11 @@ def adapt_to_task(settings: RunSettings, task: Any, passed: frozenset[str]) -> d
 
 
 def adapt_to_validation(settings: RunSettings, loaded: TrainingData, passed: frozenset[str]) -> dict[str, Any]:
-    """With several validation sets, monitor the first one by default. Returns what was changed."""
+    """With several validation sets, monitor the first that is evaluated by default. Returns what was changed."""
     check_eval_every(settings.eval_every, loaded.val_sets)
-    monitor = default_monitor(settings.monitor_metric, loaded.val_sets)
+    cadences = eval_cadences(settings.eval_every, loaded.val_sets)
+    evaluated = [n for n, every in cadences.items() if every is not None] if isinstance(cadences, dict) else []
+    monitor = default_monitor(settings.monitor_metric, evaluated or loaded.val_sets)
     if "monitor_metric" in passed or monitor == settings.monitor_metric:
         return {}
     settings.monitor_metric = monitor
