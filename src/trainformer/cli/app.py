@@ -138,7 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        print(paragraph(error), file=sys.stderr)
+        from trainformer.core.optional import missing_torch
+
+        print(paragraph(missing_torch(error, f"for `trainformer {name}` here") or error), file=sys.stderr)
         return 1
 
 

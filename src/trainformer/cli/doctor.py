@@ -92,7 +92,10 @@ def diagnose(imports: bool = False, show: Callable[[str, Any], None] | None = No
 
     add("machine", _machine(problems))
     add("extras", _extras(problems))
-    torch = _imported("torch", problems)
+    torch = None if _version("torch") is None else _imported("torch", problems)
+    if torch is None and _version("jax") is None:
+        do = "Install one: pip install 'trainformer[torch]' or pip install 'trainformer[jax]'"
+        problems.append(_problem("Neither torch nor jax is there to train with.", do))
     add("versions", _attempt(lambda: _versions(torch), {"trainformer": __version__}, "the versions", problems))
     devices = [_processor(), *_attempt(lambda: _torch_devices(torch), [], "the devices of torch", problems)]
     if _version("jax") and (len(devices) > 1 or _has_accelerator()):
@@ -221,7 +224,7 @@ def _jax_devices(jax: Any) -> list[dict[str, Any]]:
 def _compare_devices(devices: list[dict[str, Any]], problems: Problems) -> None:
     kinds = [device["device"] for device in devices]
     has_cuda = any(kind.startswith("cuda") for kind in kinds)
-    if not has_cuda and shutil.which("nvidia-smi") and Path("/dev/nvidia0").exists():
+    if _version("torch") and not has_cuda and shutil.which("nvidia-smi") and Path("/dev/nvidia0").exists():
         do = "Install a torch build for the CUDA version that nvidia-smi shows."
         problems.append(_problem("There is an NVIDIA GPU, but torch does not see it.", do))
     if has_cuda and _version("jax") and not any(kind.startswith("jax") for kind in kinds):

@@ -32,6 +32,7 @@ from trainformer.cli.consent import add_trust_argument
 from trainformer.cli.named_data import named_data
 from trainformer.cli.vocabulary import suggest_option
 from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.optional import require
 
 if TYPE_CHECKING:
     import jsonargparse
@@ -62,6 +63,7 @@ _BOOLEANS = ("true", "True", "yes", "on", "1", "false", "False", "no", "off", "0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that do not depend on the task. Except for `--trust` they have no values here; see `parse`."""
+    require("torch", "torch", f"for `{parser.prog}`")
     parser.usage = f"{parser.prog} --task=TASK --data=DATA [--model=MODEL] [OPTION ...]"
     parser.formatter_class = functools.partial(argparse.HelpFormatter, max_help_position=28)  # type: ignore[assignment]
     parser.epilog = f"Options of a task: {parser.prog} --task=TASK --help. {_SPELLING}"

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trainformer.core.optional import missing_torch
+
 
 def lazy_exports(
     package: str, exports: Mapping[str, Sequence[str]]
@@ -17,7 +19,14 @@ def lazy_exports(
     def get(name: str) -> Any:
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(home[name]), name)
+        try:
+            module = importlib.import_module(home[name])
+        except ModuleNotFoundError as error:
+            missing = missing_torch(error, f"for {package}.{name}")
+            if missing is None:
+                raise
+            raise missing from error
+        value = getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 
