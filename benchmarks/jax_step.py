@@ -7,7 +7,9 @@ loss after every step, to show what that costs.
 
     python benchmarks/jax_step.py                                  a launch-bound MLP and a tiny Llama, on the CPU
     python benchmarks/jax_step.py --only mlp --rounds 40 --clock cpu
-    python benchmarks/jax_step.py --device gpu --preset 135m       135 million parameters, bf16, 16 x 1024 tokens
+    python benchmarks/jax_step.py --device gpu --preset 135m       30 layers of width 576, bf16, 16 x 1024 tokens
+    python benchmarks/jax_step.py --device gpu --preset 135m-wide --rows 32     12 layers of width 768
+    python benchmarks/jax_step.py --device gpu --preset 135m --loop trainformer alone, for its peak memory
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from trainformer.backends.jax.precision import attention_kernel, cast_floating, 
 from trainformer.backends.jax.sharding import make_mesh
 from trainformer.core.types import HostBatch
 from trainformer.jax import BaseTrainer, TrainerConfigureDataloaderOutput, TrainingArguments
+from trainformer.losses.jax import row_sums
 from trainformer.models.jax import Decoder, DecoderConfig
 from trainformer.run import run_of
 
@@ -105,12 +108,14 @@ def mlp() -> Work:
 PRESETS = {
     "tiny": ((64, 128, 2, 4, 2, 256), (4, 32), "fp32"),
     "135m": ((576, 1536, 30, 9, 3, 49_152), (16, 1024), "bf16"),
+    "135m-wide": ((768, 2048, 12, 12, 12, 65_536), (16, 1024), "bf16"),
 }
 
 
-def llama(preset: str) -> Work:
+def llama(preset: str, rows: int | None = None) -> Work:
     """Predicting random tokens."""
-    (hidden, inner, layers, heads, groups, vocabulary), (rows, length), dtype = PRESETS[preset]
+    (hidden, inner, layers, heads, groups, vocabulary), (usual, length), dtype = PRESETS[preset]
+    rows = rows or usual
     config = DecoderConfig(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=groups, tie_word_embeddings=True,
@@ -120,12 +125,11 @@ def llama(preset: str) -> Work:
 
     def loss(model: Any, batch: Any) -> Any:
         ids = batch["input_ids"]
-        logits = model(ids)[:, :-1].astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
+        sums = row_sums(model.hidden_states(ids), ids, model.head)
+        return jnp.sum(sums.loss) / jnp.sum(sums.tokens)
 
-    return Work(
-        f"Llama, {preset}", lambda: Decoder(config, rngs=nnx.Rngs(0)), loss, batches, dtype, rows * length, steps=20
-    )  # fmt: skip
+    title = f"Llama, {preset}, {rows} x {length}"
+    return Work(title, lambda: Decoder(config, rngs=nnx.Rngs(0)), loss, batches, dtype, rows * length, steps=20)
 
 
 # -- taking turns ------------------------------------------------------------------------------------------
@@ -325,8 +329,11 @@ def measure(work: Work, options: argparse.Namespace) -> dict[str, Any]:
     steps = options.steps or work.steps
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
     everybody: dict[str, Contestant] = {}
+    runs = contestants(work, steps)
+    if options.loop:
+        runs = {options.loop: runs[options.loop]}
     with console.status("") as status:
-        for name, run in contestants(work, steps).items():
+        for name, run in runs.items():
             status.update(f"{work.title}: warming up {name}")
             everybody[name] = Contestant(run, steps, 1 + options.rounds, clock)
             everybody[name].take_turn()
@@ -340,7 +347,8 @@ def measure(work: Work, options: argparse.Namespace) -> dict[str, Any]:
         status.update(f"{work.title}: ending")
         for contestant in order:
             contestant.take_turn()
-    expected = everybody[BASELINE].loss
+    first = next(iter(everybody))
+    expected = everybody[first].loss
     for name, contestant in everybody.items():
         if not math.isclose(contestant.loss, expected, rel_tol=SAME):
             raise SystemExit(f"{name} does not train alike: expected a loss of {expected}, received {contestant.loss}.")
@@ -348,17 +356,18 @@ def measure(work: Work, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def figures(seconds: dict[str, list[float]], work: Work, loss: float) -> dict[str, Any]:
-    """Medians, and ratios to the hand-written step with their quartiles."""
+    """Medians, ratios to the first contestant, the hand-written step, with their quartiles, and peak memory of all."""
     found: dict[str, Any] = {}
     for name, own in seconds.items():
-        ratios = [a / b for a, b in zip(own, seconds[BASELINE], strict=True)]
+        ratios = [a / b for a, b in zip(own, next(iter(seconds.values())), strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
         median = statistics.median(own)
         found[name] = {
             "median_us": median * 1e6, "min_us": min(own) * 1e6, "ratio": middle, "ratio_low": low, "ratio_high": high,
             "tokens_per_second": work.tokens / median, "rounds_us": [round(s * 1e6, 2) for s in own],
         }  # fmt: skip
-    return {"loss": loss, "tokens_per_step": work.tokens, "contestants": found}
+    memory = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return {"loss": loss, "tokens_per_step": work.tokens, "contestants": found, "peak_bytes": memory}
 
 
 def show(title: str, result: dict[str, Any], options: argparse.Namespace) -> None:
@@ -377,6 +386,8 @@ def show(title: str, result: dict[str, Any], options: argparse.Namespace) -> Non
             style="bold green" if name == "trainformer" else None,
         )  # fmt: skip
     console.print(table)
+    if result["peak_bytes"]:
+        console.print(f"Peak memory of all loops together: {result['peak_bytes'] / 2**30:.2f} GiB")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -385,6 +396,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
     parser.add_argument("--preset", choices=list(PRESETS), default="tiny", help="the size of the Llama")
     parser.add_argument("--only", choices=["mlp", "llama"], help="one of the two models")
+    parser.add_argument("--rows", type=int, help="of a batch of the Llama (16; tiny: 4)")
+    parser.add_argument(
+        "--loop", choices=list(contestants(mlp(), 1)), help="one of the loops; its peak memory is shown"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="turns that every contestant gets")
     parser.add_argument("--steps", type=int, help="of a turn; a log record is due after so many (100; Llama: 20)")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: for machines that are not idle")
@@ -405,7 +420,7 @@ def main() -> None:
     """Measure and print."""
     options = parse()
     chosen = [mlp()] if options.only != "llama" else []
-    chosen += [llama(options.preset)] if options.only != "mlp" else []
+    chosen += [llama(options.preset, options.rows)] if options.only != "mlp" else []
     results = {}
     for work in chosen:
         results[work.title] = measure(work, options)

@@ -294,7 +294,7 @@ def test_padding_rows_do_not_count():
     [
         (lambda m, b, k: m(b["x"]).sum(-1), {}, "scalar"),
         (lambda m, b, k: Loss(m(b["x"]).sum(), 1.0, {"rows": b["w"]}), {}, "'rows'"),
-        (lambda m, b, k: m(b["x"]).mean(), {"accumulation": 3}, "16 rows of a batch to divide into 3"),
+        (lambda m, b, k: m(b["x"]).mean(), {"accumulation": 17}, "rows for 17 micro-batches, received 16"),
     ],
 )
 def test_invalid_losses_and_sizes_are_refused(function, options, message):

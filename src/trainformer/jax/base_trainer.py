@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from trainformer.backends.jax.backend import JaxBackend
-from trainformer.backends.jax.compilation import DynamicBatchStep, JittedStep
+from trainformer.backends.jax.compilation import DynamicBatchStep, JittedStep, enable_compilation_cache
 from trainformer.backends.jax.precision import attention_kernel, resolve_dtype
 from trainformer.backends.jax.processes import initialize_distributed, process_group_on, process_shard
 from trainformer.backends.jax.sharding import data_shards, make_mesh, make_sharded
@@ -29,6 +29,7 @@ from trainformer.core.errors import BadArgument, expected
 from trainformer.data.collate import stack_samples
 from trainformer.data.mixture.mixture import Mixture
 from trainformer.data.numpy_loader import numpy_source
+from trainformer.data.text.files import cache_dir
 from trainformer.engine import Event
 from trainformer.jax.aliases import refuse_unknown_keywords, settings_passed
 from trainformer.jax.api import JaxTrainerApi
@@ -55,6 +56,7 @@ from trainformer.jax.validation import (
     mixture_sources,
     monitored_metric,
     prepared,
+    refuse_linen,
     state_on_mesh,
     warn_unused_optimizer_arguments,
 )
@@ -121,6 +123,7 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
         self.dataset_eval = _one_of("dataset_eval", dataset_eval, "eval_dataset", eval_dataset)
         self.data_collator = data_collator
         initialize_distributed()  # before anything uses the devices
+        enable_compilation_cache(cache_dir() / "jax")
         self.mesh = make_mesh(arguments.sharding_array) if mesh is None else mesh
         self.processes = process_group_on(self.mesh)
         self._shard = process_shard(self.mesh)
@@ -211,6 +214,8 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
 
     def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Any:
         """The loss of a batch, to be differentiated: a mean over its rows, or ``Loss(sum, weight, metrics)``.
+
+        A mean may come with a dict of means to log: ``return loss, {"accuracy": accuracy}``.
 
         The model is in training mode. `key` is a PRNG key, unique to each step and micro-batch.
         """
@@ -307,6 +312,7 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
         """A module, or a function that builds one, from the `model` argument."""
         if isinstance(model, (str, Path)):
             return self.read_folder(model)
+        refuse_linen(model)
         if isinstance(model, nnx.Module) or (callable(model) and not isinstance(model, type)):
             return model
         do = "Pass a module, a function of nnx.Rngs that builds one, or a folder; or override configure_model."
@@ -447,7 +453,9 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
         """
         return str(save_trainer(self, Path(ckpt_path), state))
 
-    save = save_pretrained  # the name that callbacks use
+    def save(self, path: str | Path) -> str:
+        """`save_pretrained` for callbacks: a relative path is one in the run folder."""
+        return self.save_pretrained((self.run_folder or Path()) / Path(path).expanduser())
 
     def save_weights(self, folder: Path, state: Any) -> list[str]:
         """Write the weights with the model's own `save_pretrained`, or by parameter path. Returns the file names."""

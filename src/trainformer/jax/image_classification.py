@@ -1,7 +1,7 @@
-"""Image classification on JAX: a small Vision Transformer, or any flax classifier.
+"""Image classification on JAX: Vision Transformer, ResNet, ConvNeXt, or any flax classifier.
 
 Accepts images and labels in many forms and normalises images on the device. Image files must be read by the caller. The
-Vision Transformer itself is in `models.jax`.
+models themselves are in `models.jax`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,24 @@ from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
 from trainformer.losses.jax import IGNORE_INDEX, row_sums
 from trainformer.models.jax.block import Model
-from trainformer.models.jax.vit import ViT, ViTConfig
+from trainformer.models.jax.convnext import ConvNextConfig
+from trainformer.models.jax.families import family_of
+from trainformer.models.jax.resnet import ResNet, ResNetConfig
+from trainformer.models.jax.vit import ViTConfig
 
 _IMAGES = ("image", "img", "pixel_values", "images", "x")
 _LABELS = ("label", "labels", "target", "targets", "y")
 _CHANNELS = (1, 3, 4)
 _PREPROCESSOR = "preprocessor_config.json"
+_CONFIGS = (ViTConfig, ResNetConfig, ConvNextConfig)
 
 
 class ImageClassificationTrainer(BaseTrainer):
     """Trains an image classifier.
 
-    `model` is a `ViTConfig` (`num_labels` is taken from the data), the folder of a ViT in HuggingFace format (with a
-    new head if its number of classes differs), any module that maps images ``(rows, height, width, channels)`` to
-    logits, a function that builds one, or None for a small ViT.
+    `model` is a `ViTConfig`, `ResNetConfig` or `ConvNextConfig` (`num_labels` is taken from the data), the folder of
+    such a model in HuggingFace format (with a new head if its number of classes differs), any module that maps images
+    ``(rows, height, width, channels)`` to logits, a function that builds one, or None for a small ViT.
 
     Datasets are ``{"image": ..., "label": ...}`` of arrays, a tuple of both, a list or dataset of such samples, or the
     name of a built-in sample such as ``"digits"``. Integer images are scaled to 0..1 and normalised by `mean` and
@@ -97,10 +101,10 @@ class ImageClassificationTrainer(BaseTrainer):
         classes = self.num_classes
         if isinstance(model, (str, Path)):
             return self.read_folder(model, num_labels=classes)
-        if model is None or isinstance(model, ViTConfig):
+        if model is None or isinstance(model, _CONFIGS):
             assert classes is not None, "set by prepare_dataset"
-            config = dataclasses.replace(model or _small_vit(self._image_shape), num_labels=classes)
-            return lambda rngs: ViT(config, rngs=rngs)
+            config: Any = dataclasses.replace(model or _small_vit(self._image_shape), num_labels=classes)
+            return lambda rngs: family_of(config.model_type).build(config, rngs=rngs)
         return super().load_model(model)
 
     def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
@@ -112,7 +116,9 @@ class ImageClassificationTrainer(BaseTrainer):
 
     def _loss(self, model: Any, batch: Mapping[str, Any], key: Any, smoothing: float) -> Loss:
         images, labels = self.normalize(batch["image"]), batch["label"].astype(jnp.int32)
-        options = {"deterministic": key is None, "key": key} if isinstance(model, Model) else {}
+        options: dict[str, Any] = {"deterministic": key is None, "key": key} if isinstance(model, Model) else {}
+        if isinstance(model, ResNet):
+            options["valid"] = batch.get(VALID)  # padding rows do not count in batch statistics
         logits = model(images, **options)
         if logits.ndim != 2 or logits.shape[-1] < (self.num_classes or 2):
             what = f"logits (rows, {self.num_classes}) from {type(model).__name__}"
@@ -139,14 +145,15 @@ class ImageClassificationTrainer(BaseTrainer):
         return jax.nn.softmax(model(self.normalize(images)).astype(jnp.float32), axis=-1)
 
     def save_weights(self, folder: Path, state: Any) -> list[str]:
-        """The weights; for a ViT also its image preprocessor config."""
+        """The weights; for models of transformers also their image preprocessor config."""
         files = super().save_weights(folder, state)
         config = getattr(getattr(state, "model", None), "config", None)
-        if isinstance(config, ViTConfig):
+        if isinstance(config, _CONFIGS):
+            height, width = (config.image_size,) * 2 if isinstance(config, ViTConfig) else self._image_shape[:2]
             preprocessor = {
                 "image_processor_type": "ViTImageProcessor",
                 "do_resize": True,
-                "size": {"height": config.image_size, "width": config.image_size},
+                "size": {"height": height, "width": width},
                 "do_rescale": True,
                 "rescale_factor": 1 / 255,
                 "do_normalize": True,

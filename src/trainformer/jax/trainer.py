@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.core.types import Loss
+from trainformer.core.types import Loss, Mean
 from trainformer.data.text.encode import Encoder
 from trainformer.data.text.prepare import causal_tokens
 from trainformer.jax.text_trainer import TextTrainer
@@ -17,9 +19,10 @@ from trainformer.jax.text_trainer import TextTrainer
 class Trainer(TextTrainer):
     """Trains a model on its own loss: ``model.compute_loss(**batch)``, or a causal language model on tokens.
 
-    `compute_loss` returns a scalar, a `Loss`, or (as in EasyDeL) a pair whose first part has the attribute `loss`. The
-    batches of such a model are the stacked samples. The data of a language model of `trainformer.models.jax` are
-    records with `input_ids` (and `labels`), or anything else that `SFTTrainer` takes.
+    `compute_loss` returns a scalar, a scalar and a dict of metrics, a `Loss`, or (as in EasyDeL) a pair of an object
+    with the attribute `loss` and metrics. The batches of such a model are the stacked samples. The data of a language
+    model of `trainformer.models.jax` are records with `input_ids` (and `labels`), or anything else that `SFTTrainer`
+    takes.
 
     >>> import jax.numpy as jnp
     >>> from trainformer.jax import TrainingArguments
@@ -63,7 +66,20 @@ def _own_loss(model: Any, batch: Mapping[str, Any]) -> Any:
     if not hasattr(model, "compute_loss"):
         do = "Define compute_loss(**batch) there, or derive from BaseTrainer and define the loss in the trainer."
         raise BadArgument(expected("a language model, or one that computes its loss", type(model).__name__, do))
+    try:
+        inspect.signature(model.compute_loss).bind(**batch)
+    except TypeError as error:
+        what = f"{type(model).__name__}.compute_loss to take the columns of the batch ({error})"
+        do = "Rename its arguments or the columns; ids_to_pop_from_dataset drops columns, **kwargs takes any."
+        raise BadArgument(expected(what, list(batch), do)) from error
     output = model.compute_loss(**batch)
-    if isinstance(output, tuple) and not isinstance(output, Loss):
-        output = output[0]
-    return getattr(output, "loss", output)
+    if not isinstance(output, tuple) or isinstance(output, (Loss, Mean)):
+        return getattr(output, "loss", output)
+    if len(output) != 2 or not hasattr(output[0], "loss"):
+        return output  # the step checks it
+    loss, metrics = output[0].loss, output[1]
+    if dataclasses.is_dataclass(metrics):
+        metrics = vars(metrics)
+    if not isinstance(metrics, Mapping):
+        return loss, metrics
+    return loss, {name: value for name, value in metrics.items() if name != "loss" and value is not None}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import Mesh, NamedSharding
 
 from trainformer.backends.jax.precision import cast_floating, resolve_dtype
@@ -143,6 +143,19 @@ def check_eval_arguments(arguments: TrainingArguments) -> None:
     if arguments.evaluation_strategy != "no":
         strategy = arguments.evaluation_strategy
         logger.warning("evaluation_strategy=%r without evaluation data: pass dataset_eval", strategy)
+
+
+def refuse_linen(model: Any) -> None:
+    """Raise for a module of flax.linen, bare or wrapped, that has no parameters, as it has seen no input yet."""
+    wrapped = isinstance(model, nnx.bridge.ToNNX)
+    if isinstance(model, linen.Module) or (wrapped and not jax.tree.leaves(nnx.state(model, nnx.Param))):
+        name = type(model.to_nnx__module if wrapped else model).__name__
+        given = f"{name} of flax.linen" + (", not initialised" if wrapped else "")
+        do = (
+            "Wrap it with flax's bridge and initialise it with an input: "
+            f"nnx.bridge.ToNNX({name}(...), rngs=nnx.Rngs(0)).lazy_init(x)."
+        )
+        raise BadArgument(f"Expected a module of flax.nnx, received {given}. {do}")
 
 
 def cast_parameters(model: nnx.Module, arguments: TrainingArguments) -> nnx.Module:

@@ -95,18 +95,32 @@ def _sums(logits: jax.Array, labels: jax.Array, z_loss: float, smoothing: float)
     valid = labels != IGNORE_INDEX
     # Not a gather, whose gradient is a scatter: this is one pass, also with the vocabulary sharded over devices.
     is_label = labels[..., None] == jnp.arange(scores.shape[-1], dtype=labels.dtype)
-    norms = jax.nn.logsumexp(scores, axis=-1)
+    largest, prediction = _largest(jax.lax.stop_gradient(logits))
+    largest = jnp.where(jnp.isfinite(largest), largest, 0.0).astype(jnp.float32)
+    norms = largest + jnp.log(jnp.sum(jnp.exp(scores - largest[..., None]), axis=-1))
     losses = norms - jnp.sum(jnp.where(is_label, scores, 0.0), axis=-1)
     if smoothing:
         losses = (1 - smoothing) * losses + smoothing * (norms - jnp.mean(scores, axis=-1))
     if z_loss:
         losses = losses + z_loss * jnp.square(norms)
-    right = valid & (jnp.argmax(jax.lax.stop_gradient(logits), axis=-1) == labels)
+    right = valid & (prediction == labels)
     return RowSums(
         jnp.sum(jnp.where(valid, losses, 0.0), axis=-1),
         jnp.sum(valid, axis=-1, dtype=jnp.float32),
         jnp.sum(right, axis=-1, dtype=jnp.float32),
     )
+
+
+def _largest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest logit of each position and its index, the first of equal ones: `max` and `argmax` in one pass."""
+
+    def larger(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        is_left = (left[0] > right[0]) | ((left[0] == right[0]) & (left[1] < right[1]))
+        return jax.tree.map(lambda a, b: jnp.where(is_left, a, b), left, right)
+
+    index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    start = jnp.array(-jnp.inf, logits.dtype), jnp.array(jnp.iinfo(jnp.int32).max)
+    return jax.lax.reduce((logits, index), start, larger, (logits.ndim - 1,))
 
 
 # -- preference losses -----------------------------------------------------------------------------------------------

@@ -29,6 +29,11 @@ _FIRST_BYTES = 1024  # of the first all-gather; longer messages need a second on
 _DELAY = 1  # steps between a request and its answer, so that the devices never wait for the host
 
 
+# Of the Slurm step (sbatch without srun is one process), of Open MPI, and of a TPU multislice. jax finds out the rest.
+_PROCESS_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES")
+_TPU_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")  # of a TPU slice on GKE, separated by commas
+
+
 class JaxProcessGroup:
     """`ProcessGroup` on jax's multi-host runtime. `shard` says which rows of a batch this process holds."""
 
@@ -139,13 +144,17 @@ def distributed_options(environment: Mapping[str, str]) -> dict[str, Any] | None
     {'num_processes': 2, 'process_id': 1}
     >>> distributed_options({"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4"}), distributed_options({})
     ({}, None)
+    >>> distributed_options({"TPU_WORKER_HOSTNAMES": "tpu-0.pod,tpu-1.pod", "TPU_WORKER_ID": "1"})
+    {}
     """
     if "JAX_COORDINATOR_ADDRESS" in environment:
         names = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
         return {name: _integer(environment, own) for name, own in names.items() if own in environment}
-    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):  # of the step: sbatch without srun is one process
+    for name in _PROCESS_COUNTS:
         if name in environment and _integer(environment, name) > 1:
             return {}
+    if any("," in environment.get(name, "") for name in _TPU_HOSTS):
+        return {}
     return None
 
 

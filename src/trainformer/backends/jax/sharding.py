@@ -308,16 +308,16 @@ def check_rows(rows: int, mesh: Mesh, accumulation: int = 1) -> None:
 
 
 def constrain_rows(tree: Any, axis: int = 0) -> Any:
-    """Keep the rows of arrays sharded over the data axes of the current mesh, if there is one."""
+    """Keep the rows of arrays sharded over the data axes of the current mesh, if there is one.
+
+    Rows that do not divide evenly are sharded too: XLA pads them, and masks the padding in every operation.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if not set(DATA_AXES) <= set(mesh.axis_names):
         return tree
-    shards = math.prod(mesh.shape[name] for name in DATA_AXES)
     spec = PartitionSpec(*[None] * axis, DATA_AXES)
 
     def constrain(leaf: Any) -> Any:
-        if jnp.ndim(leaf) <= axis or leaf.shape[axis] % shards:
-            return leaf
-        return jax.lax.with_sharding_constraint(leaf, spec)
+        return leaf if jnp.ndim(leaf) <= axis else jax.lax.with_sharding_constraint(leaf, spec)
 
     return jax.tree.map(constrain, tree)

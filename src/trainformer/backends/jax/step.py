@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypedDict
 
 import jax
@@ -19,14 +20,14 @@ from flax import nnx
 from trainformer.backends.jax.precision import cast_floating, set_compute_dtype
 from trainformer.backends.jax.sharding import constrain_rows
 from trainformer.backends.jax.state import TrainState, combine, partition, variables_after
-from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.core.types import Loss, Mean
 from trainformer.data.mixture.dataset import SOURCE
 
 logger = logging.getLogger("trainformer")
 
 LossFunction = Callable[[nnx.Module, Mapping[str, Any], Any], Any]
-"""``loss(model, batch, key)``: a mean over the batch's rows, a `Loss` or a `Mean`."""
+"""``loss(model, batch, key)``: a mean over the batch's rows, that and a dict of metrics, a `Loss` or a `Mean`."""
 VALID = "_valid"
 """Key of a batch that marks its valid rows; the others are padding."""
 
@@ -151,10 +152,10 @@ def _forward(
             set_compute_dtype(model, dtype)
         model.train() if train else model.eval()
         if sources is None:
-            sums = _sums(loss(model, batch, key), batch)
+            sums = _sums(_call(loss, model, batch, key), batch)
         else:
             numbers, batch = batch[SOURCE], {name: value for name, value in batch.items() if name != SOURCE}
-            output = loss(model, batch, key)
+            output = _call(loss, model, batch, key)
             sums = _sums(output, batch)
             sums["metrics"] |= sources.losses(output, sums, numbers, batch)
         return sums["loss"], (sums, variables_after(model, variables))
@@ -168,9 +169,24 @@ def _forward(
     )(trained, frozen, variables, batch, key)
 
 
+def _call(loss: LossFunction, model: nnx.Module, batch: Any, key: Any) -> Any:
+    try:
+        return loss(model, batch, key)
+    except KeyError as error:
+        name = error.args[0] if error.args else None
+        if not isinstance(name, str) or not isinstance(batch, Mapping) or name in batch:
+            raise
+        known = [str(key) for key in batch]
+        do = did_you_mean(name, known) or "Read one of those in the loss, or let the collate function add it."
+        raise DataError(expected(f"a batch with the key {name!r}, which the loss reads", known, do)) from error
+
+
 def _sums(output: Any, batch: Any) -> dict[str, Any]:
     """Sum, weight and metrics from the return value of a loss function."""
     rows = valid_rows(batch)
+    metrics = getattr(output, "metrics", None) or {}
+    if isinstance(output, tuple) and not isinstance(output, (Loss, Mean)):
+        output, metrics = _mean_and_metrics(output)
     if isinstance(output, Loss):
         total, weight = output.sum, output.weight
     elif isinstance(output, Mean):
@@ -182,12 +198,24 @@ def _sums(output: Any, batch: Any) -> dict[str, Any]:
         shapes = [getattr(value, "shape", type(value).__name__) for value in (total, weight)]
         what = "the loss to be a scalar, or a Loss(sum, weight) of scalars"
         raise BadArgument(expected(what, shapes, "Take its mean or sum."))
-    metrics = {name: _pair(name, value, rows) for name, value in (getattr(output, "metrics", None) or {}).items()}
-    return {"loss": _float32(total), "weight": jax.lax.stop_gradient(_float32(weight)), "metrics": metrics}
+    pairs = {name: _pair(name, value, rows) for name, value in metrics.items()}
+    return {"loss": _float32(total), "weight": jax.lax.stop_gradient(_float32(weight)), "metrics": pairs}
+
+
+def _mean_and_metrics(output: tuple[Any, ...]) -> tuple[Any, Mapping[str, Any]]:
+    """The mean and the metrics of a loss function that returns ``(loss, aux)``, as `jax.value_and_grad` expects it."""
+    if len(output) == 2 and _is_scalar(output[0]) and isinstance(output[1], Mapping):
+        return output[0], output[1]
+    kinds = tuple(f"array of shape {part.shape}" if hasattr(part, "shape") else type(part).__name__ for part in output)
+    do = "Return Loss(sum, weight, metrics) from trainformer.core for a loss with another weight than the rows."
+    raise BadArgument(expected("the loss to be a scalar, or a scalar and a dict of scalars to log", kinds, do))
 
 
 def _pair(name: str, value: Any, rows: Any) -> tuple[Any, Any]:
-    total, weight = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value * rows, rows)
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        total, weight = value
+    else:
+        total, weight = value * rows if _is_scalar(value) else value, rows
     if not _is_scalar(total) or not _is_scalar(weight):
         shape = getattr(total, "shape", type(total).__name__)
         raise BadArgument(expected(f"metric {name!r} to be a scalar or a (sum, weight) pair", shape))
@@ -206,6 +234,10 @@ def valid_rows(batch: Any) -> Any:
     """The number of rows of a batch, or of those that `VALID` marks."""
     if isinstance(batch, Mapping) and VALID in batch:
         return jnp.sum(batch[VALID], dtype=jnp.float32)
+    return _num_rows(batch)
+
+
+def _num_rows(batch: Any) -> int:
     for leaf in jax.tree.leaves(batch):
         if jnp.ndim(leaf):
             return leaf.shape[0]
@@ -216,11 +248,13 @@ def valid_rows(batch: Any) -> Any:
 
 
 def _accumulate(micro_step: Callable[..., Any], variables: Any, batch: Any, accumulation: int) -> tuple[Any, Any, Any]:
-    """Sum over micro-batches in a scan; variables (batch statistics) are carried from one to the next."""
-    pieces = jax.tree.map(lambda leaf: _split_rows(leaf, accumulation), batch)
-    first = jax.tree.map(lambda leaf: leaf[0], pieces)
+    """Sum over micro-batches in a scan; variables (batch statistics) are carried from one to the next.
+
+    The micro-batches of rows that do not divide differ by one row: those with one more are scanned first.
+    """
+    first = jax.tree.map(lambda leaf: leaf[::accumulation] if jnp.ndim(leaf) else leaf, batch)
     _, *shapes = jax.eval_shape(micro_step, variables, 0, first)
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    carry = variables, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
     def body(carry: Any, indexed: Any) -> tuple[Any, None]:
         before, totals = carry
@@ -228,24 +262,30 @@ def _accumulate(micro_step: Callable[..., Any], variables: Any, batch: Any, accu
         after, *new = micro_step(before, index, constrain_rows(piece))
         return (after, jax.tree.map(jnp.add, totals, new)), None
 
-    (variables, (sums, grads)), _ = jax.lax.scan(body, (variables, zeros), (jnp.arange(accumulation), pieces))
+    larger = _num_rows(batch) % accumulation
+    for start, stop in ((0, larger), (larger, accumulation)):
+        if start < stop:
+            pieces = jax.tree.map(partial(_micro_batches, accumulation=accumulation, start=start, stop=stop), batch)
+            carry, _ = jax.lax.scan(body, carry, (jnp.arange(start, stop), pieces))
+    variables, (sums, grads) = carry
     return variables, sums, grads
 
 
-def _split_rows(leaf: Any, accumulation: int) -> Any:
-    """(rows, ...) as (accumulation, rows / accumulation, ...), each micro-batch sharded over all data shards.
+def _micro_batches(leaf: Any, accumulation: int, start: int, stop: int) -> Any:
+    """The micro-batches from `start` to `stop`, which have equally many rows, each sharded over all data shards.
 
     The rows of a device are contiguous. Strided micro-batches (every n-th row) need no communication.
     """
     if not jnp.ndim(leaf):
-        return jnp.broadcast_to(leaf, (accumulation,))
-    if leaf.shape[0] % accumulation:
-        raise BadArgument(
-            f"Expected the {leaf.shape[0]} rows of a batch to divide into {accumulation} micro-batches. "
-            "Choose a batch size that is a multiple of the accumulation."
-        )
-    micro_batches = leaf.reshape(leaf.shape[0] // accumulation, accumulation, *leaf.shape[1:]).swapaxes(0, 1)
-    return constrain_rows(micro_batches, axis=1)
+        return jnp.broadcast_to(leaf, (stop - start,))
+    size, rest = divmod(leaf.shape[0], accumulation)
+    if not size:
+        do = "Choose a batch size of at least the accumulation."
+        raise BadArgument(expected(f"a batch with rows for {accumulation} micro-batches", leaf.shape[0], do))
+    pieces = leaf[: size * accumulation].reshape(size, accumulation, *leaf.shape[1:]).swapaxes(0, 1)[start:stop]
+    if rest and start == 0:
+        pieces = jnp.concatenate([pieces, leaf[size * accumulation :, None]], axis=1)
+    return constrain_rows(pieces, axis=1)
 
 
 def _select_state(good: Any, new: TrainState, old: TrainState) -> TrainState:

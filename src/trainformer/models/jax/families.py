@@ -1,6 +1,6 @@
 """`Family`: how HF checkpoints of a model type map to our models (config, weight names, axes).
 
-The families themselves are in `decoder_families` and `vit`.
+The families themselves are in `decoder_families` and in the files of the other models.
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ _FAMILIES = {
     "gpt2": ("decoder_families", "GPT2"),
     "vit": ("vit", "VIT"),
     "trainformer_vit": ("vit", "VIT"),
+    "resnet": ("resnet", "RESNET"),
+    "convnext": ("convnext", "CONVNEXT"),
 }
 
 
 class Weight(NamedTuple):
     """Our path of a parameter and its HF name, with ``{}`` for the layer index if it is stacked here.
 
-    `axes` permutes HF's axes into ours: (1, 0) for torch's linear layers, None if they are the same.
+    `axes` permutes HF's axes into ours: (1, 0) for torch's linear layers, None if they are the same. `dtype` is that
+    in files if it is fixed.
     """
 
     path: str
     name: str
     axes: tuple[int, ...] | None = None
+    dtype: str | None = None
 
     @property
     def stacked(self) -> bool:
@@ -45,6 +49,7 @@ class Weight(NamedTuple):
         return array if self.axes is None else array.transpose(self.axes)
 
     def to_hf(self, array: np.ndarray) -> np.ndarray:
+        array = array if self.dtype is None else array.astype(self.dtype)
         return array if self.axes is None else array.transpose(np.argsort(self.axes))
 
 

@@ -60,13 +60,13 @@ def load_model(
     graph, state = nnx.split(model)
     shapes = nnx.to_flat_state(state)
     place = place or (lambda _, array: jnp.asarray(array))
-    initial = cache(lambda: flat_params(model_from_config(ours, seed)))
+    initial = cache(lambda: flat_weights(model_from_config(ours, seed)))
     with open_weights(path) as weights:
         read = _reader(weights, family, ours, new_head, dtype)
         filled = []
         for parts, variable in shapes:
             name = "/".join(map(str, parts))
-            array = read(name, variable.shape)
+            array = read(name, variable)
             filled.append(
                 (parts, variable.replace(place(name, np.asarray(initial()[name]) if array is None else array)))
             )
@@ -75,7 +75,7 @@ def load_model(
 
 def _reader(
     weights: Weights, family: Family, config: Any, new_head: tuple[str, ...], dtype: Any
-) -> Callable[[str, tuple[int, ...]], np.ndarray | None]:
+) -> Callable[[str, Any], np.ndarray | None]:
     """A function that reads a parameter by our path; it returns None for a head that does not fit."""
     table = {weight.path: weight for weight in family.weights(config)}
     has_prefix = any(name.startswith(family.prefix) for name in weights)
@@ -95,13 +95,13 @@ def _reader(
     if missing or extra:
         raise DataError(_mismatch(weights.folder, missing, extra))
 
-    def read(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
-        weight = table[path]
+    def read(path: str, variable: Any) -> np.ndarray | None:
+        weight, shape = table[path], variable.shape
         if path in new_head:
             saved = names[path][0]
             if saved not in weights or weight.from_hf(weights[saved]).shape != shape:
                 return None
-        return _read(weights, weight, names[path], shape, dtype)
+        return _read(weights, weight, names[path], shape, dtype if weight.dtype is None else variable.dtype)
 
     return read
 
@@ -134,7 +134,7 @@ def _mismatch(folder: Path, missing: list[str], extra: list[str]) -> str:
 
 
 def model_from_config(config: Any, seed: int = 0, dtype: Any = jnp.float32) -> Any:
-    """A model with random weights, from the content of a ``config.json`` (a dict), `DecoderConfig` or `ViTConfig`."""
+    """A model with random weights, from the content of a ``config.json`` (a dict) or a config such as `ViTConfig`."""
     if isinstance(config, Mapping):
         config = family_of(config.get("model_type")).read_config(config)
     elif not hasattr(config, "model_type"):
@@ -149,7 +149,7 @@ def model_from_config(config: Any, seed: int = 0, dtype: Any = jnp.float32) -> A
 def _init_weights(build: Callable[..., Any], config: Any, dtype: Any, key: jax.Array) -> Any:
     """Jitted: op by op it takes seconds even for a small model."""
     state = nnx.state(build(config, rngs=nnx.Rngs(params=key)))
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), state)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, state)
 
 
 def save_model(
@@ -159,7 +159,8 @@ def save_model(
 
     Weights keep their dtype. LoRA must be merged first. All processes must call this; process 0 writes.
     """
-    flat = flat_params(model) if params is None else flatten_dict(dict(params), sep="/")
+    statistics = flat_paths(nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)))
+    flat = statistics | (flat_params(model) if params is None else flat_paths(params))
     lora = [path for path in flat if path.endswith(("/lora_a", "/lora_b"))]
     if lora:
         do = "Call merge_lora first for a plain model, or save_lora for the adapter alone."
@@ -185,7 +186,7 @@ def check_family(config: Any) -> None:
     """Raise if a model of this config lacks parameters of its `model_type`: it could not be saved."""
     family = family_of(config.model_type)
     shape = nnx.eval_shape(lambda: family.build(config, rngs=nnx.Rngs(params=0)))
-    unknown = sorted({weight.path for weight in family.weights(config)} ^ set(flat_params(shape)))
+    unknown = sorted({weight.path for weight in family.weights(config)} ^ set(flat_weights(shape)))
     if unknown:
         more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
         kind = config.model_type
@@ -227,7 +228,17 @@ def to_host(array: Any) -> np.ndarray:
 
 def flat_params(model: nnx.Module) -> dict[str, jax.Array]:
     """Parameters by path, as in sharding rules and frozen patterns: ``layers/attention/q_proj/kernel``."""
-    return flatten_dict(nnx.to_pure_dict(nnx.state(model, nnx.Param)), sep="/")
+    return flat_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+
+
+def flat_weights(model: nnx.Module) -> dict[str, jax.Array]:
+    """What a folder contains by path: the parameters and the running statistics of batch norms."""
+    return flat_paths(nnx.to_pure_dict(nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat))))
+
+
+def flat_paths(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A nested dict by path; the layers of a list have numbers."""
+    return {"/".join(map(str, path)): value for path, value in flatten_dict(dict(tree)).items()}
 
 
 def find_folder(source: AnyFolder) -> Path:

@@ -134,16 +134,20 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     An axis that does not divide its dimension is dropped. Without a current mesh this is the identity, so that a model
     runs the same code on one device.
     """
+    spec = activation_spec(x.shape, *names)
+    return jax.lax.with_sharding_constraint(x, spec) if any(spec) else x
+
+
+def activation_spec(shape: tuple[int, ...], *names: str | None) -> PartitionSpec:
+    """The spec that `constrain` uses for an activation of this shape."""
     sizes = _auto_axes()
-    if not sizes:
-        return x
     spec: list[tuple[str, ...] | None] = []
-    for name, size in zip(names, x.shape, strict=False):
+    for name, size in zip(names, shape, strict=False):
         axes = [axis for axis in _MESH_AXES[name] if sizes.get(axis, 1) > 1] if name else []
         while axes and size % math.prod(sizes[axis] for axis in axes):
             axes.pop()
         spec.append(tuple(axes) or None)
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec)) if any(spec) else x
+    return PartitionSpec(*spec)
 
 
 def _auto_axes() -> dict[str, int]:

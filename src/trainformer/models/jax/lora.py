@@ -20,12 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.traverse_util import flatten_dict
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.models.jax.block import LoraSettings, Model
 from trainformer.models.jax.families import Family, Weight, family_of
-from trainformer.models.jax.huggingface import find_folder, flat_params, read_json, to_host
+from trainformer.models.jax.huggingface import find_folder, flat_params, flat_paths, read_json, to_host
 from trainformer.models.jax.layers import Linear
 from trainformer.models.jax.weight_files import Weights, open_weights, write_file
 
@@ -112,7 +111,7 @@ def save_lora(
     settings = model.lora
     if settings is None:
         raise BadArgument(expected("a model with LoRA", type(model).__name__, "Call apply_lora first."))
-    flat = flat_params(model) if params is None else flatten_dict(dict(params), sep="/")
+    flat = flat_params(model) if params is None else flat_paths(params)
     family, names = family_of(model.config.model_type), _module_names(model)
     arrays: dict[str, np.ndarray] = {}
     for path in settings.targets:

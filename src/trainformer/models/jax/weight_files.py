@@ -96,7 +96,7 @@ def write_weights(
             flush()
             buffer, size = {}, 0
         if write:
-            buffer[name] = np.ascontiguousarray(array)
+            buffer[name] = np.asarray(array, order="C")  # keeps scalars, unlike ascontiguousarray
             size += array.nbytes
             total += array.nbytes
     if write:
