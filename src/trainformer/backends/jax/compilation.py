@@ -139,7 +139,8 @@ def enable_compilation_cache(folder: Path, platform: str | None = None) -> bool:
     and not on CPUs: programs for one CPU can crash on another that shares the folder.
     """
     is_cpu = (platform or jax.default_backend()) == "cpu"
-    if is_cpu or jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+    options = jax.config.values
+    if is_cpu or options["jax_compilation_cache_dir"] or not options["jax_enable_compilation_cache"]:
         return False
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
