@@ -181,7 +181,7 @@ class Contestant:
         self.loss = math.nan
         self._error: BaseException | None = None
         # One step more than the turns have: it sees the end of the last one.
-        self._thread = threading.Thread(target=run_of(self), args=(run, turns * steps + 1), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(run, turns * steps + 1), daemon=True)
         self._thread.start()
         self.pacer._over.acquire()  # it stands before its first step
         self._check()
