@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -44,9 +43,8 @@ from trainformer.backends.jax.precision import attention_kernel, cast_floating, 
 from trainformer.backends.jax.sharding import make_mesh
 from trainformer.core.types import HostBatch
 from trainformer.jax import BaseTrainer, TrainerConfigureDataloaderOutput, TrainingArguments
-from trainformer.losses.jax import row_sums
+from trainformer.losses.jax import token_loss
 from trainformer.models.jax import Decoder, DecoderConfig
-from trainformer.run import run_of
 
 BATCHES = 16  # different ones, over and over
 SAME = 0.02  # how far the losses of contestants may be apart at the end: bf16 sums in another order
@@ -116,6 +114,7 @@ def llama(preset: str, rows: int | None = None) -> Work:
     """Predicting random tokens."""
     (hidden, inner, layers, heads, groups, vocabulary), (usual, length), dtype = PRESETS[preset]
     rows = rows or usual
+    chunks = max(1, rows * length * vocabulary >> 28)  # as the trainers for text choose it
     config = DecoderConfig(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=groups, tie_word_embeddings=True,
@@ -125,8 +124,8 @@ def llama(preset: str, rows: int | None = None) -> Work:
 
     def loss(model: Any, batch: Any) -> Any:
         ids = batch["input_ids"]
-        sums = row_sums(model.hidden_states(ids), ids, model.head)
-        return jnp.sum(sums.loss) / jnp.sum(sums.tokens)
+        total = token_loss(model.hidden_states(ids), ids, model.head, chunks=chunks)
+        return total.sum / total.weight
 
     title = f"Llama, {preset}, {rows} x {length}"
     return Work(title, lambda: Decoder(config, rngs=nnx.Rngs(0)), loss, batches, dtype, rows * length, steps=20)

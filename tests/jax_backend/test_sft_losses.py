@@ -9,7 +9,7 @@ import torch
 from trainformer.core.errors import BadArgument
 from trainformer.losses import preference as on_torch
 from trainformer.losses import tokens as tokens_on_torch
-from trainformer.losses.jax import dpo_loss, orpo_loss, preference_rewards, row_sums, simpo_loss
+from trainformer.losses.jax import dpo_loss, orpo_loss, preference_rewards, row_sums, simpo_loss, token_loss
 
 ROWS, LENGTH, WIDTH, WORDS = 3, 7, 5, 11
 
@@ -41,33 +41,39 @@ def test_token_loss_matches_torch(made, options):
     np.testing.assert_allclose(gradient, logits.grad.numpy(), atol=1e-5)
 
 
+def _total(*inputs, **options):
+    return row_sums(*inputs, **options).total()
+
+
+@pytest.mark.parametrize("function", [_total, token_loss])
 @pytest.mark.parametrize("chunks", [2, 3])
-def test_chunks_change_neither_loss_nor_gradients(made, chunks):
+def test_chunks_change_neither_loss_nor_gradients(made, chunks, function):
     states, head, labels = made
 
     def loss(states, head, chunks):
-        return row_sums(states, jnp.asarray(labels), lambda x: x @ head, chunks=chunks, z_loss=0.1).total()
+        return function(states, jnp.asarray(labels), lambda x: x @ head, chunks=chunks, z_loss=0.1)
 
     def with_gradients(chunks):
         def total(*given):
             found = loss(*given, chunks)
-            return found.sum, found
+            return 0.3 * found.sum, (found, found.per_sample)
 
         return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(states, head)
 
     whole, pieces = with_gradients(1), with_gradients(chunks)
     for mine, wanted in zip(jax.tree.leaves(pieces), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-5)
-    assert whole[0][1].weight == 13
+    assert whole[0][1][0].weight == 13
 
 
-def test_chunks_never_materialise_all_logits(made):
+@pytest.mark.parametrize("function", [_total, token_loss])
+def test_chunks_never_materialise_all_logits(made, function):
     """The largest array of the compiled gradient has the logits of a chunk, not of the sequence."""
     states, head, labels = (np.tile(made[0], (1, 8, 1)), made[1], np.tile(made[2], (1, 8)))
 
     def largest(chunks):
         gradient = jax.grad(
-            lambda states, head: row_sums(states, jnp.asarray(labels), lambda x: x @ head, chunks=chunks).total().sum,
+            lambda states, head: function(states, jnp.asarray(labels), lambda x: x @ head, chunks=chunks).sum,
             argnums=(0, 1),
         )
         text = str(jax.make_jaxpr(gradient)(states, head))
@@ -75,6 +81,38 @@ def test_chunks_never_materialise_all_logits(made):
 
     assert largest(1) == (True, False)
     assert largest(4) == (False, True)
+
+
+def test_logits_of_chunks_are_computed_once(made):
+    """Per chunk one matrix product for the logits and, if there is a gradient, two for it."""
+    states, head, labels = made
+
+    def products(function, differentiate):
+        def loss(states, head):
+            return function(states, jnp.asarray(labels), lambda x: x @ head, chunks=2).sum
+
+        function_of_both = jax.grad(loss, argnums=(0, 1)) if differentiate else loss
+        return str(jax.make_jaxpr(function_of_both)(states, head)).count("dot_general")
+
+    assert (products(token_loss, False), products(token_loss, True)) == (1, 3)
+    assert products(_total, True) == 4
+
+
+def test_the_weights_of_chunks_are_summed_in_float32():
+    """With weights in bf16 the sums of many chunks would lose what they add."""
+    rng = np.random.default_rng(3)
+    states, head = rng.standard_normal((2, 256, 8)), rng.standard_normal((8, 16)) / 4
+    labels = jnp.asarray(rng.integers(0, 16, (2, 256)))
+
+    def gradient(dtype, chunks):
+        def loss(head):
+            return token_loss(jnp.asarray(states, dtype), labels, lambda x: x @ head, chunks=chunks).sum
+
+        return np.asarray(jax.grad(loss)(jnp.asarray(head, dtype)), np.float32)
+
+    exact = gradient(jnp.float32, 1)
+    errors = [np.abs(gradient(jnp.bfloat16, chunks) - exact).max() for chunks in (1, 64)]
+    assert errors[1] < 1.5 * errors[0]
 
 
 def test_invalid_shapes_are_refused(made):

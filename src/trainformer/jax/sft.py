@@ -144,11 +144,11 @@ class SFTTrainer(TextTrainer):
 
     def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
         options = {"label_smoothing": self.arguments.label_smoothing, "z_loss": self.arguments.z_loss}
-        return self.token_sums(model, batch, key, **options).total()
+        return self.token_loss(model, batch, key, **options)
 
     def compute_metrics(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
         """Loss and accuracy without dropout and label smoothing."""
-        return self.token_sums(model, batch).total()
+        return self.token_loss(model, batch)
 
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Perplexity, from the mean loss over all supervised tokens of the dataset."""

@@ -20,13 +20,14 @@ from flax import nnx
 
 from trainformer.backends.jax.step import VALID
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
+from trainformer.core.types import Loss
 from trainformer.data.text.collate import token_batch
 from trainformer.data.text.encode import TRUNCATION, Encoder
 from trainformer.data.text.tokenizer import open_tokenizer
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
 from trainformer.jax.saving import new_files, save_trainer
-from trainformer.losses.jax import IGNORE_INDEX, RowSums, row_sums
+from trainformer.losses.jax import IGNORE_INDEX, RowSums, row_sums, token_loss
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
 from trainformer.models.jax.huggingface import check_family
 from trainformer.models.jax.lora import apply_lora, load_lora, merge_lora, save_lora
@@ -239,13 +240,23 @@ class TextTrainer(BaseTrainer):
 
     def token_sums(self, model: Any, batch: Mapping[str, Any], key: Any = None, **options: Any) -> RowSums:
         """Loss, supervised tokens and correct predictions of each row. With a key, dropout is active."""
+        states, labels, computed = self._token_states(model, batch, key)
+        return row_sums(states, labels, **computed, **options)
+
+    def token_loss(self, model: Any, batch: Mapping[str, Any], key: Any = None, **options: Any) -> Loss:
+        """The loss over all supervised tokens: faster than `token_sums` if logits are computed in chunks."""
+        states, labels, computed = self._token_states(model, batch, key)
+        return token_loss(states, labels, **computed, **options)
+
+    def _token_states(self, model: Any, batch: Mapping[str, Any], key: Any) -> tuple[Any, Any, dict[str, Any]]:
+        """What a loss needs: logits, or hidden states with the head and the number of chunks; and the labels."""
         labels = valid_labels(batch)
         if not hasattr(model, "hidden_states") or not hasattr(model, "head"):
-            return row_sums(model(batch["input_ids"]), labels, **options)
+            return model(batch["input_ids"]), labels, {}
         # No attention mask: padding is on the right, which tokens of a causal model do not attend to.
         positions = {name: batch[name] for name in _POSITION_INPUTS if name in batch}
         states = model.hidden_states(batch["input_ids"], **positions, deterministic=key is None, key=key)
-        return row_sums(states, labels, model.head, chunks=self._chunks(labels.shape), **options)
+        return states, labels, {"head": model.head, "chunks": self._chunks(labels.shape)}
 
     def _chunks(self, shape: tuple[int, ...]) -> int:
         """The number of chunks in which logits are computed."""

@@ -56,10 +56,10 @@ class Trainer(TextTrainer):
         return self.collect_tokens if self._is_decoder else super().create_collect_function(*args, **kwargs)
 
     def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Any:
-        return self.token_sums(model, batch, key).total() if self._is_decoder else _own_loss(model, batch)
+        return self.token_loss(model, batch, key) if self._is_decoder else _own_loss(model, batch)
 
     def compute_metrics(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss | Any:
-        return self.token_sums(model, batch).total() if self._is_decoder else _own_loss(model, batch)
+        return self.token_loss(model, batch) if self._is_decoder else _own_loss(model, batch)
 
 
 def _own_loss(model: Any, batch: Mapping[str, Any]) -> Any:
