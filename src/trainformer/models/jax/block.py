@@ -334,9 +334,14 @@ def scan_layers(
                 made.append(output)
             return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *made)
 
-        part = jax.tree.map(lambda leaf: leaf[start:end].reshape(count, size, *leaf.shape[1:]), stacked)  # noqa: B023
-        x, output = jax.lax.scan(body, x, part, unroll=min(count, -(-unroll // size)))
-        outputs.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), output))
+        part = jax.tree.map(itemgetter(slice(start, end)), stacked)
+        if count == 1:
+            x, output = body(x, part)
+        else:
+            part = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), part)  # noqa: B023
+            x, output = jax.lax.scan(body, x, part, unroll=min(count, -(-unroll // size)))
+            output = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), output)
+        outputs.append(output)
         start = end
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
 
