@@ -1,14 +1,7 @@
-"""Small decoders of every family, with values of their options that are not the defaults, and what transformers gives."""
+"""Small decoders of every family, with other values of their options than the defaults."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-import torch
-from flax import nnx
 from jax_model_toys import VOCABULARY
 from transformers import (
     Gemma2Config,

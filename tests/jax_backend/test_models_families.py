@@ -19,12 +19,12 @@ import torch
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_family_toys import family_configs
-from jax_model_toys import furthest, save_random, tokens, torch_logits
+from jax_model_toys import furthest, logits, save_random, tokens, torch_logits
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from trainformer.backends.jax.sharding import AXES
-from trainformer.models.jax import apply_lora, load_model, merge_lora, model_from_config, save_lora
+from trainformer.models.jax import apply_lora, load_model, merge_lora, save_lora
 from trainformer.models.jax.families import family_of
 from trainformer.models.jax.huggingface import flat_params, flat_paths
 
@@ -136,20 +136,36 @@ def test_logits_and_gradients_match_transformers_on_one_device_and_on_a_mesh(nam
     assert sharded.keys() == flat_params(ours).keys()
 
 
+@pytest.mark.slow
+def test_layers_of_different_kinds_can_be_recomputed_and_unrolled(pair):
+    _, ours, folder = pair("gemma3")
+    model = load_model(folder)
+    model.configure(unroll=2, remat=jax.checkpoint_policies.nothing_saveable)
+    assert_close(of_ours(ours), of_ours(model))
+
+
+def test_gemma_in_bf16_is_as_accurate_as_in_transformers(pair):
+    theirs, _, folder = pair("gemma2")
+    exact = torch_logits(theirs, IDS)
+    wanted = torch_logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval(), IDS)
+    got = logits(load_model(folder, jnp.bfloat16), IDS)
+    assert got.dtype == jnp.bfloat16
+    assert furthest(exact, got) <= 2 * furthest(exact, wanted)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_folders_are_read_and_written(name, pair, tmp_path):
     theirs, ours, folder = pair(name)
     ours.save_pretrained(tmp_path / "same")
-    for file in ("config.json", "model.safetensors"):
-        before, after = ((side / file).read_bytes() for side in (folder, tmp_path / "same"))
-        if file == "config.json":
-            assert json.loads(before) == json.loads(after)
+    before, after = (json.loads((side / "config.json").read_text()) for side in (folder, tmp_path / "same"))
+    assert before == after
     before, after = (load_file(side / "model.safetensors") for side in (folder, tmp_path / "same"))
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[key], after[key]) for key in before)
     # Without the original config.json every field that matters is written.
-    ours.config = replace(ours.config, source="")
-    ours.save_pretrained(tmp_path / "new")
+    bare = load_model(folder)
+    bare.config = replace(ours.config, source="")
+    bare.save_pretrained(tmp_path / "new")
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()
     assert type(opened) is type(theirs)
     assert furthest(torch_logits(theirs, IDS), torch_logits(opened, IDS)) == 0.0

@@ -15,9 +15,10 @@ from flax import nnx
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.models.jax.attention import positions_of, segments_of
-from trainformer.models.jax.block import BLOCK_RULES, Block, BlockConfig, LayerKind, Model, Rules, run_layers
+from trainformer.models.jax.block import BLOCK_RULES, Block, BlockConfig, Model, Rules, run_layers
 from trainformer.models.jax.layers import NORMS, Embedding, Key, Linear, constrain, dropout, key_source
 from trainformer.models.jax.rope import Rope
+from trainformer.models.jax.scan import LayerKind
 
 
 @dataclass(frozen=True, kw_only=True)

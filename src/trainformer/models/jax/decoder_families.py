@@ -1,6 +1,6 @@
-"""HF configs and weight names of the decoders named as Llama: Mistral, Qwen, SmolLM3, OLMo 2, Phi-3; and Gemma's weights.
+"""HF configs and weight names of Llama and the decoders named alike: Mistral, Qwen, SmolLM3, OLMo, Phi-3.
 
-Gemma's configs are in `gemma`, GPT-2 and GPT-NeoX in `gpt_families`.
+The configs of Gemma are in `gemma`, GPT-2 and GPT-NeoX in `gpt_families`.
 """
 
 from __future__ import annotations
