@@ -18,6 +18,7 @@ from flax import nnx
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.models.jax.attention import IMPLEMENTATIONS, attend, rotate
+from trainformer.models.jax.cache import KVCache, LayerCache
 from trainformer.models.jax.layers import (
     ACTIVATIONS,
     NORMS,
@@ -122,7 +123,15 @@ class Attention(nnx.Module):
             self.q_norm = NORMS[config.norm](width, config.norm_eps, stack)
             self.k_norm = NORMS[config.norm](width, config.norm_eps, stack)
 
-    def __call__(self, x: jax.Array, segments: Any, rope: Any, execution: Execution, key: Key) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        segments: Any,
+        rope: Any,
+        execution: Execution,
+        key: Key,
+        cache: LayerCache | None = None,
+    ) -> jax.Array:
         config, keys = self.config, key_source(key)
         if config.fused_qkv:
             width, kv = config.head_width, config.kv_heads
@@ -138,11 +147,14 @@ class Attention(nnx.Module):
         # With sequence parallelism a device keeps its queries and attends to the keys and values of all.
         q = constrain(q, "batch", "sequence", "heads", None)
         k, v = constrain(k, "batch", None, "heads", None), constrain(v, "batch", None, "heads", None)
+        if cache is not None:
+            k, v = cache.update(k, v)
         mixed = attend(
             q,
             k,
             v,
             segments,
+            start=None if cache is None else cache.start,
             causal=config.causal,
             window=config.sliding_window,
             implementation=execution.attention,
@@ -179,28 +191,50 @@ class Block(nnx.Module):
         self.post_norm = NORMS[config.norm](config.hidden_size, config.norm_eps, stack)
         self.mlp = FeedForward(config, rngs, stack)
 
-    def __call__(self, x: jax.Array, segments: Any, rope: Any, execution: Execution, key: Key) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        segments: Any,
+        rope: Any,
+        execution: Execution,
+        key: Key,
+        cache: LayerCache | None = None,
+    ) -> jax.Array:
         keys = key_source(key)
-        mixed = self.attention(self.input_norm(x), segments, rope, execution, next(keys))
+        mixed = self.attention(self.input_norm(x), segments, rope, execution, next(keys), cache)
         x = x + dropout(mixed, self.rate, next(keys))
         x = x + dropout(self.mlp(self.post_norm(x), next(keys)), self.rate, next(keys))
         return constrain(x, "batch", "sequence", None)
 
 
-def run_layers(layers: Block, x: jax.Array, segments: Any, rope: Any, execution: Execution, key: Key) -> jax.Array:
-    """Apply all layers of the stack in a scan, each with its own key."""
+def run_layers(
+    layers: Block,
+    x: jax.Array,
+    segments: Any,
+    rope: Any,
+    execution: Execution,
+    key: Key,
+    cache: KVCache | None = None,
+) -> jax.Array:
+    """Apply all layers of the stack in a scan, each with its own key. With a `cache`, the tokens are added to it."""
     graph, weights = nnx.split(layers)
     depth = jax.tree.leaves(weights)[0].shape[0]
 
-    def one(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
-        weights, number = layer
+    # The arrays of the cache are carried along, not scanned over: so each layer updates its part of them in place.
+    def one(carry: tuple[jax.Array, Any], layer: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
+        (x, stored), (weights, number) = carry, layer
         own = None if key is None else jax.random.fold_in(key, number)
-        return nnx.merge(graph, weights)(x, segments, rope, execution, own), None
+        view = None if cache is None else LayerCache(stored, number, cache)
+        x = nnx.merge(graph, weights)(x, segments, rope, execution, own, view)
+        return (x, None if view is None else view.arrays), None
 
     if execution.remat is not None:
         # A scan already prevents common subexpression elimination; the extra barrier would only cost time.
         one = jax.checkpoint(one, policy=execution.remat, prevent_cse=execution.unroll > 1)
-    x, _ = jax.lax.scan(one, x, (weights, jnp.arange(depth)), unroll=execution.unroll)
+    carry = x, None if cache is None else (cache.keys, cache.values)
+    (x, stored), _ = jax.lax.scan(one, carry, (weights, jnp.arange(depth)), unroll=execution.unroll)
+    if cache is not None:
+        cache.keys, cache.values = stored
     return x
 
 
