@@ -544,7 +544,7 @@ def test_previews_are_printed_at_intervals(folder, tmp_path, caplog):
     shown = [m.removeprefix("step 4: ") for m in caplog.messages if m.startswith("step 4: ")]
     assert len(shown) == 2
     assert all(any(text.startswith(row["prompt"]) for row in rows) for text in shown)
-    with pytest.raises(BadArgument, match="texts to complete with generation_interval"):
+    with pytest.raises(BadArgument, match="texts or messages to complete with generation_interval"):
         ed.SFTConfig(generation_interval=2)
 
 
