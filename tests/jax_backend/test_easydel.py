@@ -87,7 +87,7 @@ def test_arguments_can_be_read_under_every_name():
     ("name", "value", "advice"),
     [
         ("quantization_mode", "nf4", "qat_recipe"),
-        ("generation_temperature", 0.7, "Previews are greedy"),
+        ("generation_temperature", 0.7, "language models: SFTConfig"),
         ("esurge_page_size", 64, "no such inference engine"),
         ("benchmark_interval", 10, "in a callback"),
         ("step_partition_spec", PartitionSpec("dp"), "sharding_array"),
@@ -544,7 +544,7 @@ def test_previews_are_printed_at_intervals(folder, tmp_path, caplog):
     shown = [m.removeprefix("step 4: ") for m in caplog.messages if m.startswith("step 4: ")]
     assert len(shown) == 2
     assert all(any(text.startswith(row["prompt"]) for row in rows) for text in shown)
-    with pytest.raises(BadArgument, match="texts to complete with generation_interval"):
+    with pytest.raises(BadArgument, match="texts or messages to complete with generation_interval"):
         ed.SFTConfig(generation_interval=2)
 
 

@@ -62,7 +62,8 @@ _MAPPED: dict[str, dict[Any, dict[str, Any]]] = {
 _MESH = "Use sharding_array=(dp, fsdp, tp, sp)."
 _HUB = "Nothing is uploaded to the hub. After training: trainer.save_pretrained(folder), then `huggingface-cli upload`."
 _ALWAYS_SAVED = "A checkpoint always contains everything that resuming needs."
-_PREVIEWS = "Previews are greedy; set generation_interval and generation_prompts of SFTConfig, or call generate()."
+_PREVIEWS = "It belongs to trainers of language models: SFTConfig, DPOConfig, GRPOConfig."
+_PENALTIES = "Use generation_repetition_penalty, as in transformers."
 _BENCHMARKS = "Call your benchmark in a callback, or after training."
 _QUANTIZATION = "Quantization-aware training is available with torch: trainformer.Trainer(qat_recipe=...)."
 _SHARDS = "Every process reads the rows of its devices."
@@ -132,19 +133,19 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "generation_config_overrides": ((None, {}), _PREVIEWS),
     "generation_dataset_prompt_field": (("prompt", None), _PREVIEWS),
     "generation_do_sample": ((None, False), _PREVIEWS),
-    "generation_extra_kwargs": ((None, {}), _PREVIEWS),
-    "generation_frequency_penalty": ((None,), _PREVIEWS),
+    "generation_extra_kwargs": ((None, {}), "Use generation_config_overrides."),
+    "generation_frequency_penalty": ((None,), _PENALTIES),
     "generation_interval": ((None,), _PREVIEWS),
-    "generation_log_to_wandb": ((True, False), _PREVIEWS),
+    "generation_log_to_wandb": ((True, False), "The callback TextSamples sends texts to the loggers."),
     "generation_max_new_tokens": ((None,), _PREVIEWS),
     "generation_num_prompts": ((1, None), _PREVIEWS),
     "generation_num_return_sequences": ((None, 1), _PREVIEWS),
-    "generation_presence_penalty": ((None,), _PREVIEWS),
+    "generation_presence_penalty": ((None,), _PENALTIES),
     "generation_preview_print": ((False, True), "Previews are always printed."),
     "generation_prompts": ((None, []), _PREVIEWS),
     "generation_repetition_penalty": ((None,), _PREVIEWS),
     "generation_seed": ((None,), _PREVIEWS),
-    "generation_shard_inputs": ((True,), _PREVIEWS),
+    "generation_shard_inputs": ((True,), "Prompts are sharded over the mesh, as training batches are."),
     "generation_temperature": ((None,), _PREVIEWS),
     "generation_top_k": ((None,), _PREVIEWS),
     "generation_top_p": ((None,), _PREVIEWS),
@@ -152,7 +153,7 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "grain_shard_count": ((None,), _SHARDS),
     "grain_shard_index": ((None,), _SHARDS),
     "lmhead_chunksize": ((None,), "It belongs to trainers of language models: SFTConfig, DPOConfig."),
-    "log_training_generations_to_wandb": ((True, False), "No trainer here generates while it trains."),
+    "log_training_generations_to_wandb": ((True, False), "GRPO keeps some completions of each step in records.jsonl."),
     "merge_lora_before_save": (
         (True, False),
         "Checkpoints have the adapter; save_pretrained(folder, merge=True) merges it.",

@@ -5,15 +5,12 @@ The loss is a (sum, weight) over supervised tokens, so that padding, packing and
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from trainformer.core.errors import BadArgument, DataError, expected
@@ -26,9 +23,6 @@ from trainformer.data.text.records import TextDataset
 from trainformer.data.text.sources import load_text
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.text_trainer import TextArguments, TextTrainer
-from trainformer.models.jax.decoder import generate
-
-logger = logging.getLogger("trainformer")
 
 _MAX_EXPONENT = 700.0  # exp overflows a float beyond it
 
@@ -48,30 +42,13 @@ class SFTConfig(TextArguments):
     assistant_only_loss: bool = False  # True: only assistant messages
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    generation_interval: int | None = None  # print completions of generation_prompts every so many steps
-    generation_prompts: list[str] | None = None
-    generation_max_new_tokens: int | None = None  # None: 32
-    generation_num_prompts: int | None = (
-        None  # at most so many; None: all, and one of the training data if they are used
-    )
-    generation_use_train_prompts: bool = False  # also complete prompts of the training data
-    generation_dataset_prompt_field: str | None = "prompt"  # their column
-    generation_seed: int | None = None  # of their choice
 
     def check(self) -> None:
         super().check()
         self.dataset_text_field = self.dataset_text_field or "text"
-        for name in ("generation_interval", "generation_max_new_tokens", "generation_num_prompts"):
-            self._integer(name, 1, or_none=True)
         self._integer("num_of_sequences", 1)
         if self.eval_packing not in (None, True, False):
             raise BadArgument(expected("eval_packing to be True, False or None", self.eval_packing))
-        prompts = self.generation_prompts
-        has_texts = all(isinstance(prompt, str) for prompt in prompts or ())
-        if self.generation_interval is not None and not (has_texts and (prompts or self.generation_use_train_prompts)):
-            do = "Pass generation_prompts=['...'], or generation_use_train_prompts=True."
-            raise BadArgument(expected("texts to complete with generation_interval", prompts, do))
-        self._integer("generation_seed", 0, or_none=True)
         if self.completion_only_loss not in (None, True, False):
             raise BadArgument(expected("completion_only_loss to be True, False or None", self.completion_only_loss))
         for name, limit in (("label_smoothing", 1.0), ("z_loss", math.inf)):
@@ -121,9 +98,6 @@ class SFTTrainer(TextTrainer):
         **options: Any,
     ) -> None:
         self.formatting_func = formatting_func
-        arguments = SFTConfig.from_arguments(arguments)
-        if arguments.generation_interval is not None:
-            options["callbacks"] = [*(options.get("callbacks") or ()), Previews(arguments)]
         super().__init__(arguments, model, processing_class, **options)
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
@@ -153,69 +127,6 @@ class SFTTrainer(TextTrainer):
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Perplexity, from the mean loss over all supervised tokens of the dataset."""
         return {"perplexity": math.exp(min(metrics["loss"], _MAX_EXPONENT))} if "loss" in metrics else {}
-
-    def generate(self, prompts: str | list[str], max_new_tokens: int = 32) -> Any:
-        """Greedy continuations of some prompts, as text: for inspecting samples, not for serving."""
-        if self.text is None:
-            raise BadArgument(expected("a tokenizer (processing_class) to generate with", None))
-        if not self._is_decoder:
-            raise BadArgument(expected("a model of trainformer.models.jax to generate with", type(self.model).__name__))
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        if not all(isinstance(text, str) for text in texts):
-            do = "Convert messages with apply_chat_template(messages, add_generation_prompt=True, tokenize=False)."
-            raise BadArgument(expected("prompts to be texts", [type(text).__name__ for text in texts], do))
-        rows = [self.text(text)["input_ids"] for text in texts]
-        if not all(rows):
-            raise BadArgument(expected("prompts with at least one token each", texts))
-        length = max(map(len, rows))
-        ids, mask = np.zeros((2, len(rows), length), np.int32)
-        for number, row in enumerate(rows):
-            ids[number, length - len(row) :], mask[number, length - len(row) :] = row, 1
-        with self._run.backend.run_context():
-            output = np.asarray(generate(self.model_state.model, jnp.asarray(ids), max_new_tokens, jnp.asarray(mask)))
-        completions, end = [], self.text.eos_token_id
-        for ids in output[:, length:].tolist():
-            ids = ids[: ids.index(end)] if end in ids else ids
-            completions.append(self.text.decode(ids, skip_special_tokens=True))
-        return completions[0] if isinstance(prompts, str) else completions
-
-
-class Previews:
-    """A callback that prints completions of some prompts every few steps. All processes generate, the first prints."""
-
-    def __init__(self, arguments: SFTConfig) -> None:
-        self.interval = arguments.generation_interval or 1
-        self.prompts = (arguments.generation_prompts or [])[: arguments.generation_num_prompts]
-        self.tokens = arguments.generation_max_new_tokens or 32
-        self.field = arguments.generation_dataset_prompt_field or "prompt"
-        self.seed = arguments.generation_seed or 0
-        wanted = arguments.generation_num_prompts or len(self.prompts) + 1
-        self.missing = wanted - len(self.prompts) if arguments.generation_use_train_prompts else 0
-
-    def on_train_begin(self, trainer: Any) -> None:
-        if self.missing > 0:
-            self.prompts = [*self.prompts, *self._of_training_data(trainer.dataset_train)]
-            self.missing = 0
-
-    def _of_training_data(self, data: Any) -> list[str]:
-        records = load_text(data) if isinstance(data, (str, Path)) else data
-        if not hasattr(records, "__getitem__") or isinstance(records, Mapping):
-            do = "Pass generation_prompts instead."
-            raise BadArgument(expected("training data with an index for generation_use_train_prompts", type(data), do))
-        chosen = np.random.default_rng(self.seed).choice(len(records), min(self.missing, len(records)), replace=False)
-        found = [records[int(index)] for index in chosen]
-        for record in found:
-            if not isinstance(record, Mapping) or not isinstance(record.get(self.field), str):
-                what = f"records with the text {self.field!r} (generation_dataset_prompt_field)"
-                raise BadArgument(expected(what, list(record) if isinstance(record, Mapping) else record))
-        return [record[self.field] for record in found]
-
-    def on_step_end(self, trainer: Any, step: int, loss: Any) -> None:
-        if step % self.interval:
-            return
-        for prompt, completion in zip(self.prompts, trainer.generate(self.prompts, self.tokens), strict=True):
-            if trainer.is_main:
-                logger.info("step %d: %s", step, prompt + completion)
 
 
 class _Formatted(IndexedDataset):

@@ -1,4 +1,4 @@
-"""`TextTrainer`: the base of trainers for causal language models (tokenizer, lengths, forward pass, LoRA, saving).
+"""`TextTrainer`: the base of trainers for causal language models (tokenizer, lengths, LoRA, generation, saving).
 
 Tokenisation is in `data.text`, token losses are in `losses.jax`, models in `models.jax`; subclasses define the loss.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,12 @@ from trainformer.core.errors import BadArgument, DataError, did_you_mean, expect
 from trainformer.core.types import Loss
 from trainformer.data.text.collate import token_batch
 from trainformer.data.text.encode import TRUNCATION, Encoder
+from trainformer.data.text.generation import Generated, as_prompts
 from trainformer.data.text.tokenizer import open_tokenizer
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
+from trainformer.jax.generation import generate_texts
+from trainformer.jax.previews import PreviewArguments, Previews
 from trainformer.jax.saving import new_files, save_trainer
 from trainformer.losses.jax import IGNORE_INDEX, RowSums, row_sums, token_loss
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
@@ -39,7 +42,7 @@ _POSITION_INPUTS = ("position_ids", "segment_ids")
 
 
 @dataclass(kw_only=True)
-class TextArguments(TrainingArguments):
+class TextArguments(PreviewArguments):
     """`TrainingArguments` plus the arguments of all language-model trainers."""
 
     truncation: str = "auto"  # for records that are too long: split, truncate, drop; auto: texts are split
@@ -128,6 +131,7 @@ class TextTrainer(BaseTrainer):
         *,
         lora: Any = None,
         model_state: Any = None,
+        callbacks: Iterable[Any] | None = None,
         **options: Any,
     ) -> None:
         self.arguments = self.arguments_type.from_arguments(arguments)
@@ -145,7 +149,9 @@ class TextTrainer(BaseTrainer):
         self.text = _tokenizer(processing_class, self.base_folder)
         self._inspect_model(model_state.model if model_state is not None else model)
         self._longest = 0  # tokens of the longest sequence
-        super().__init__(self.arguments, model, model_state=model_state, **options)
+        if self.arguments.generation_interval is not None:
+            callbacks = [*(callbacks or ()), Previews(self.arguments)]
+        super().__init__(self.arguments, model, model_state=model_state, callbacks=callbacks, **options)
         self._adapted = None
 
     def _inspect_model(self, model: Any) -> None:
@@ -265,6 +271,43 @@ class TextTrainer(BaseTrainer):
             return 1
         tokens = math.prod(shape) // math.prod(self.mesh.shape[axis] for axis in ("dp", "fsdp", "sp"))
         return min(shape[1], max(1, -(-tokens // (asked or max(1, _MAX_LOGITS // (vocab_size or 1))))))
+
+    def generate(
+        self,
+        prompts: Any,
+        max_new_tokens: int = 32,
+        *,
+        seed: int | Sequence[int] = 0,
+        batch_size: int | None = None,
+        tools: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Continue texts and answer conversations with the current weights: a text for one prompt, a list for several.
+
+        A prompt is a text, a list of messages, or a record with one of them. Greedy, unless `temperature`, `top_k`,
+        `top_p`, `min_p` or ``do_sample=True`` ask for sampling; there is also `repetition_penalty`. A text depends on
+        its prompt and its seed, not on the other prompts. All processes of a run must call it together.
+        """
+        given: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        template = self.arguments.prompt_template
+        made, is_list = as_prompts(
+            prompts, **given, continue_final_message=continue_final_message, prompt_template=template
+        )
+        found = self.generate_texts(made, max_new_tokens, seed, batch_size=batch_size, **options)
+        texts = [each.text for each in found]
+        return texts if is_list else texts[0]
+
+    def generate_texts(self, prompts: Sequence[Any], *args: Any, **options: Any) -> list[Generated]:
+        """The same for `GenerationPrompt`s, with the number of tokens and whether the model ended the text."""
+        if self.text is None:
+            raise BadArgument(expected("a tokenizer (processing_class) to generate with", None))
+        if not self._is_decoder:
+            raise BadArgument(expected("a model of trainformer.models.jax to generate with", type(self.model).__name__))
+        with self._run.backend.run_context():
+            options = {"folder": self.base_folder, "dtype": self.dtype, **options}
+            return generate_texts(self.model_state.model, self.text, prompts, *args, **options)
 
     def save_assets(self, folder: Path) -> list[str]:
         files = super().save_assets(folder)

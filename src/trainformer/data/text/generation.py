@@ -1,4 +1,4 @@
-"""Prompts to generate from: texts and conversations, alone or in records, as tokens.
+"""Prompts to generate from: texts and conversations, alone or in records, as tokens; and what was generated.
 
 A text is continued as it is. A conversation is rendered by the tokenizer's chat template up to where the assistant's
 answer begins, and tokenised without a second BOS, as `apply_chat_template` does.
@@ -67,6 +67,15 @@ class GenerationPrompt:
         if not ids:
             raise DataError(expected("a prompt of at least one token", text))
         return ids
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A generated text. `finished`: the model ended it, rather than `max_new_tokens` or the end of its context."""
+
+    text: str
+    tokens: int
+    finished: bool
 
 
 def check_template(tokenizer: Any) -> None:

@@ -9,7 +9,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "trainformer.models.jax.convnext": ["ConvNext", "ConvNextConfig"],
-        "trainformer.models.jax.decoder": ["Decoder", "DecoderConfig", "generate"],
+        "trainformer.models.jax.decoder": ["Decoder", "DecoderConfig"],
+        "trainformer.models.jax.generation": ["Completions", "generate"],
         "trainformer.models.jax.huggingface": ["load_model", "model_from_config", "save_model"],
         "trainformer.models.jax.layers": ["constrain"],
         "trainformer.models.jax.lora": ["apply_lora", "load_lora", "merge_lora", "save_lora"],

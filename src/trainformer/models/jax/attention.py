@@ -41,6 +41,7 @@ def attend(
     v: jax.Array,
     segments: jax.Array | None = None,
     *,
+    start: jax.Array | None = None,
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
@@ -51,17 +52,23 @@ def attend(
 ) -> jax.Array:
     """Softmax attention in float32; `k` and `v` may have fewer heads. `window` includes the token itself, as in HF.
 
-    `scale` of the logits is by default ``head_dim ** -0.5``; `softcap` bounds them by a tanh. cuDNN is used only where
-    it is supported: 16-bit dtypes, no dropout, no softcap, no sequence sharding, even lengths with a mask.
+    `scale` of the logits is by default ``head_dim ** -0.5``; `softcap` bounds them by a tanh. With `start` the queries
+    are those of the tokens from there on, and keys, values and segments those of a cache. cuDNN is used only where it
+    is supported: 16-bit dtypes, no dropout, no softcap, no sequence sharding, even lengths with a mask.
     """
+    if start is not None:
+        mask = _visible(jnp.arange(q.shape[1]) + start, jnp.arange(k.shape[1]), causal, window)
+        if segments is not None:
+            own = jax.lax.dynamic_slice_in_dim(segments, start, q.shape[1], axis=1)
+            mask = mask & (own[:, None, :, None] == segments[:, None, None, :])
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="xla")
     mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
-    if softcap is not None or (rate > 0.0 and key is not None):
+    if softcap is not None or drops:
         # Softcap and dropout on the weights, which `jax.nn.dot_product_attention` lacks.
-        distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])[None, :]
-        visible = distance >= 0 if causal else jnp.ones_like(distance, dtype=jnp.bool_)
-        if window is not None:
-            visible = visible & (jnp.abs(distance) < window)
-        visible = visible[None, None] if mask is None else mask & visible
+        if start is None:
+            places = jnp.arange(q.shape[1])
+            visible = _visible(places, places, causal, window)
+            mask = visible if mask is None else mask & visible
         groups = q.shape[2] // k.shape[2]
         k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
         logits = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
@@ -84,3 +91,12 @@ def attend(
         local_window_size=local,
         implementation="cudnn" if fast else "xla",
     )
+
+
+def _visible(queries: jax.Array, keys: jax.Array, causal: bool, window: int | None) -> jax.Array:
+    """Which of the keys at these places a query attends to: (1, 1, queries, keys)."""
+    distance = queries[:, None] - keys[None, :]
+    visible = distance >= 0 if causal else jnp.ones_like(distance, dtype=jnp.bool_)
+    if window is not None:
+        visible = visible & (jnp.abs(distance) < window)
+    return visible[None, None]

@@ -19,6 +19,7 @@ from flax import nnx
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.models.jax.attention import IMPLEMENTATIONS, attend
+from trainformer.models.jax.cache import KVCache, LayerCache
 from trainformer.models.jax.layers import (
     ACTIVATIONS,
     NORMS,
@@ -182,6 +183,7 @@ class Attention(nnx.Module):
         execution: Execution,
         key: Key,
         window: int | None = None,
+        cache: LayerCache | None = None,
     ) -> jax.Array:
         config, keys = self.config, key_source(key)
         q, k, v = self._projections(x, keys)
@@ -195,11 +197,14 @@ class Attention(nnx.Module):
         # With sequence parallelism a device keeps its queries and attends to the keys and values of all.
         q = constrain(q, "batch", "sequence", "heads", None)
         k, v = constrain(k, "batch", None, "heads", None), constrain(v, "batch", None, "heads", None)
+        if cache is not None:
+            k, v = cache.update(k, v)
         mixed = attend(
             q,
             k,
             v,
             segments,
+            start=None if cache is None else cache.start,
             causal=config.causal,
             window=window,
             scale=config.attention_scale,
@@ -261,9 +266,10 @@ class Block(nnx.Module):
         execution: Execution,
         key: Key,
         window: int | None = None,
+        cache: LayerCache | None = None,
     ) -> jax.Array:
         keys, rate = key_source(key), self.config.hidden_dropout
-        mixed = self.attention(_normed(x, self.input_norm), segments, rope, execution, next(keys), window)
+        mixed = self.attention(_normed(x, self.input_norm), segments, rope, execution, next(keys), window, cache)
         between = x + dropout(_normed(mixed, self.attention_output_norm), rate, next(keys))
         source = x if self.config.parallel_residual else between
         inner = self.mlp(_normed(source, self.post_norm), next(keys))
@@ -276,23 +282,38 @@ def _normed(x: jax.Array, norm: Callable[[jax.Array], jax.Array] | None) -> jax.
 
 
 def run_layers(
-    layers: Block, x: jax.Array, segments: Any, ropes: Sequence[Tables] | None, execution: Execution, key: Key
+    layers: Block,
+    x: jax.Array,
+    segments: Any,
+    ropes: Sequence[Tables] | None,
+    execution: Execution,
+    key: Key,
+    cache: KVCache | None = None,
 ) -> jax.Array:
-    """Apply all layers of the stack in a scan, each with its own key. `ropes` are the rotary tables that kinds name."""
+    """Apply all layers of the stack in a scan, each with its own key. `ropes` are the rotary tables that kinds name.
+
+    With a `cache`, the tokens are added to it.
+    """
     graph, weights = nnx.split(layers)
     kinds = layers.config.layer_kinds
 
-    def one(x: jax.Array, layer: tuple[Any, jax.Array], kind: LayerKind) -> tuple[jax.Array, None]:
-        weights, number = layer
+    # The arrays of the cache are carried along, not scanned over: so each layer updates its part of them in place.
+    def one(carry: tuple[jax.Array, Any], layer: tuple[Any, jax.Array], kind: LayerKind) -> tuple[Any, None]:
+        (x, stored), (weights, number) = carry, layer
         own = None if key is None else jax.random.fold_in(key, number)
         rope = None if ropes is None or kind.rope is None else ropes[kind.rope]
-        return nnx.merge(graph, weights)(x, segments, rope, execution, own, kind.window), None
+        view = None if cache is None else LayerCache(stored, number, cache)
+        x = nnx.merge(graph, weights)(x, segments, rope, execution, own, kind.window, view)
+        return (x, None if view is None else view.arrays), None
 
     if execution.remat is not None:
         # A loop already prevents common subexpression elimination; the extra barrier would only cost time.
         loops = execution.unroll == 1 and all(count > 1 for _, count in layer_groups(kinds))
         one = jax.checkpoint(one, policy=execution.remat, prevent_cse=not loops, static_argnums=2)
-    x, _ = scan_layers(one, x, (weights, jnp.arange(len(kinds))), kinds, execution.unroll)
+    carry = x, None if cache is None else (cache.keys, cache.values)
+    (x, stored), _ = scan_layers(one, carry, (weights, jnp.arange(len(kinds))), kinds, execution.unroll)
+    if cache is not None:
+        cache.keys, cache.values = stored
     return x
 
 

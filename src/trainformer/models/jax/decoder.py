@@ -1,12 +1,12 @@
 """One decoder for all families (Llama, Qwen, Gemma, Phi-3, OLMo 2, GPT-2, ...), distinguished by configuration.
 
-It has no RNG state and no KV cache: the PRNG key for dropout is an argument. HF folders are in `huggingface`.
+It has no state besides its weights: the PRNG key for dropout and the KV cache are arguments. HF folders are in
+`huggingface`, generation is in `generation`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from flax import nnx
 from trainformer.core.errors import BadArgument, expected
 from trainformer.models.jax.attention import positions_of, segments_of
 from trainformer.models.jax.block import BLOCK_RULES, Block, BlockConfig, Model, Rules, run_layers
+from trainformer.models.jax.cache import KVCache
 from trainformer.models.jax.layers import NORMS, Embedding, Key, Linear, constrain, dropout, key_source
 from trainformer.models.jax.rope import Rope
 from trainformer.models.jax.scan import LayerKind
@@ -76,7 +77,7 @@ class Decoder(Model):
 
     `attention_mask` marks padding (0) on either side; right-padded batches need none, since attention is causal.
     `segment_ids` separates packed texts; positions restart in each. Dropout is active only with
-    ``deterministic=False`` and a `key`.
+    ``deterministic=False`` and a `key`. A `cache` holds the tokens so far; those that follow need their `position_ids`.
     """
 
     partition_rules: Rules = (
@@ -119,6 +120,7 @@ class Decoder(Model):
         *,
         deterministic: bool = True,
         key: Key = None,
+        cache: KVCache | None = None,
     ) -> jax.Array:
         """The input of the head, after the last norm: (batch, sequence, hidden_size)."""
         config = self.config
@@ -134,7 +136,12 @@ class Decoder(Model):
         x = constrain(dropout(x, config.embedding_dropout, next(keys)), "batch", "sequence", None)
         tables = [rope.tables(position_ids, config.head_width) for rope in config.ropes] or None
         segments = segments_of(attention_mask, segment_ids)
-        return self.norm(run_layers(self.layers, x, segments, tables, self.execution, next(keys)))
+        if cache is not None:
+            segments = cache.begin(segments)
+        x = run_layers(self.layers, x, segments, tables, self.execution, next(keys), cache)
+        if cache is not None:
+            cache.length += input_ids.shape[1]
+        return self.norm(x)
 
     def head(self, states: jax.Array) -> jax.Array:
         """Logits in the dtype of the hidden states; cast them before a softmax."""
@@ -153,32 +160,3 @@ class Decoder(Model):
             do = "Truncate the texts, or pack them with segment_ids."
             what = f"at most {limit} tokens, the number of learned positions"
             raise BadArgument(expected(what, input_ids.shape[1], do))
-
-
-def generate(
-    model: Decoder, input_ids: jax.Array, max_new_tokens: int, attention_mask: jax.Array | None = None
-) -> jax.Array:
-    """Greedy decoding; returns prompts and continuations (batch, prompt + max_new_tokens). Pad prompts on the left.
-
-    Without a KV cache, each token costs a full forward pass: for inspecting samples, not for serving.
-    """
-    graph, state = nnx.split(model)
-    if attention_mask is None:
-        attention_mask = jnp.ones_like(input_ids)
-    return _generate(graph, state, input_ids, attention_mask, max_new_tokens)
-
-
-@partial(jax.jit, static_argnums=(0, 4))
-def _generate(graph: Any, state: Any, ids: jax.Array, mask: jax.Array, count: int) -> jax.Array:
-    model, start = nnx.merge(graph, state), ids.shape[1]
-    ids = jnp.pad(ids, ((0, 0), (0, count)))
-    mask = jnp.pad(mask, ((0, 0), (0, count)), constant_values=1)
-
-    def one(number: jax.Array, ids: jax.Array) -> jax.Array:
-        at = start + number
-        states = model.hidden_states(ids, mask)
-        last = jax.lax.dynamic_slice_in_dim(states, at - 1, 1, axis=1)
-        chosen = jnp.argmax(model.head(last), axis=-1).astype(ids.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(ids, chosen, at, axis=1)
-
-    return jax.lax.fori_loop(0, count, one, ids)

@@ -11,7 +11,6 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from trainformer.adapters.base import unwrap_model
 from trainformer.core.errors import BadArgument, DataError, check_count, did_you_mean, expected
 from trainformer.data.order import preserved_generators, sample_key, seed_generators
 from trainformer.data.text.collate import pad
-from trainformer.data.text.generation import GenerationPrompt, end_of_turn
+from trainformer.data.text.generation import Generated, GenerationPrompt, end_of_turn
 from trainformer.models.generation import stop_token_ids
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.positions import longest_sequence
@@ -39,15 +38,6 @@ _CALL_OPTIONS = (
 )
 _ONE_TEXT = "One text is returned per prompt: pass the prompt several times, with different seeds."
 _OF_PROMPTS = {"num_return_sequences": _ONE_TEXT, "return_dict_in_generate": "Texts are returned: leave it out."}
-
-
-@dataclass(frozen=True)
-class Generated:
-    """A generated text. `finished`: the model ended it, rather than `max_new_tokens` or the end of its context."""
-
-    text: str
-    tokens: int
-    finished: bool
 
 
 def context_length(model: nn.Module) -> int | None:

@@ -8,9 +8,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "trainformer.tasks.language.rollouts.environment": ["Environment", "ToolEnvironment"],
-        "trainformer.tasks.language.rollouts.generation": ["Generated", "Generator"],
-        "trainformer.tasks.language.rollouts.rewards": ["overlong_penalty"],
-        "trainformer.tasks.language.rollouts.sampling": ["SamplingOptions"],
+        "trainformer.tasks.language.rollouts.generator": ["Generated", "Generator"],
+        "trainformer.tasks.language.rollouts.reward_functions": ["overlong_penalty"],
+        "trainformer.models.generation": ["SamplingOptions"],
         "trainformer.tasks.language.rollouts.vllm": ["VLLMEngine", "VLLMServer"],
     },
 )

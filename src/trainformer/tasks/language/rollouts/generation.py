@@ -1,47 +1,17 @@
-"""Generators: what samples completions. The default is the trained model itself, with transformers' `generate`."""
+"""The default generator on torch: the trained model itself, with transformers' `generate`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.data.text.collate import pad
+from trainformer.tasks.language.rollouts.generator import Generated, Generator
 from trainformer.tasks.language.rollouts.sampling import SamplingOptions, sample_tokens
-
-
-class Generated(NamedTuple):
-    """Tokens of each completion, and their log probabilities if another engine than the trained model sampled them."""
-
-    tokens: list[list[int]]
-    log_probs: list[list[float]] | None = None
-
-
-@runtime_checkable
-class Generator(Protocol):
-    """Samples completions of tokenised prompts, with the weights that it was given last."""
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[int],
-        options: SamplingOptions,
-        *,
-        stop_ids: Sequence[int],
-        drawn: Sequence[int],
-    ) -> Generated:
-        """One completion per prompt, up to and including a stop token.
-
-        `seeds` has one number per prompt; `drawn` says how many tokens were sampled with it before, in earlier turns.
-        """
-        ...
-
-    def update_weights(self, model: nn.Module) -> None:
-        """Use the weights of a model from now on. Called before the first sample, and when they have changed."""
-        ...
 
 
 class TransformersGenerator:

@@ -1,4 +1,4 @@
-"""Rollouts: completions of prompts, in one turn or in several with an environment."""
+"""Rollouts: completions of prompts, in one turn or in several with an environment. Never imports torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from trainformer.core.errors import DataError, expected
 from trainformer.data.text.prompts import Messages, Prompt, PromptEncoder
+from trainformer.models.generation import SamplingOptions
 from trainformer.tasks.language.rollouts.environment import Environment, as_messages, observation_ids
-from trainformer.tasks.language.rollouts.generation import Generator
-from trainformer.tasks.language.rollouts.sampling import SamplingOptions
+from trainformer.tasks.language.rollouts.generator import Generator
 
 
 @dataclass
