@@ -1,4 +1,4 @@
-"""Dtypes by name, casting pytrees, and which attention kernel supports a dtype.
+"""Dtypes by name, and casting pytrees.
 
 Parameters keep their dtype (usually float32); a step computes on copies in the compute dtype (`step`).
 """
@@ -48,16 +48,6 @@ def resolve_dtype(name: Any, on: str | None = None) -> Any:
     if lowered not in _DTYPES:
         raise BadArgument(expected("the name of a dtype", name, did_you_mean(lowered, ["auto", *_DTYPES]) or _CHOICES))
     return jnp.dtype(_DTYPES[lowered])
-
-
-def attention_kernel(use_fast_kernels: bool, dtype: Any, on: str | None = None) -> str:
-    """The attention implementation: cuDNN supports 16-bit dtypes on GPUs only, XLA supports everything.
-
-    >>> attention_kernel(True, jnp.bfloat16, on="gpu"), attention_kernel(True, jnp.float32, on="gpu")
-    ('cudnn', 'xla')
-    """
-    is_16_bit = jnp.dtype(dtype).itemsize == 2
-    return "cudnn" if use_fast_kernels and is_16_bit and (on or jax.default_backend()) == "gpu" else "xla"
 
 
 def cast_floating(tree: Any, dtype: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Attention over (batch, sequence, heads, head_dim): masks, rotary position embeddings, and the choice of kernel."""
+"""Attention over (batch, sequence, heads, head_dim): masks and rotary position embeddings.
+
+The kernel is chosen in `attention_kernels`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.models.jax.layers import Key, axis_size, dropout
-
-IMPLEMENTATIONS = ("xla", "cudnn")
+from trainformer.models.jax.attention_kernels import choose_kernel
+from trainformer.models.jax.layers import Key, constrain, dropout
+from trainformer.models.jax.ring_attention import ring_attention
 
 
 @dataclass(frozen=True)
@@ -89,16 +92,28 @@ def attend(
     *,
     causal: bool = True,
     window: int | None = None,
-    implementation: str = "xla",
+    implementation: str = "auto",
     rate: float = 0.0,
     key: Key = None,
 ) -> jax.Array:
     """Softmax attention in float32; `k` and `v` may have fewer heads. `window` includes the token itself, as in HF.
 
-    cuDNN is used only where it is supported: 16-bit dtypes, no dropout, no sequence sharding, even lengths with a mask.
+    `implementation` is one of `attention_kernels.KERNELS`; where it does not apply, another one is used.
     """
+    drops = rate > 0.0 and key is not None
+    given = {"causal": causal, "window": window}
+    kernel = choose_kernel(implementation, q, k, masked=segments is not None, drops=drops, **given)
+    q = constrain(q, "batch", "sequence", "heads", None)
+    if kernel == "ring":
+        return ring_attention(q, k, v, segments, **given)
+    # With sequence parallelism a device keeps its queries and attends to the keys and values of all.
+    k, v = constrain(k, "batch", None, "heads", None), constrain(v, "batch", None, "heads", None)
+    if kernel == "splash":
+        from trainformer.models.jax.splash_attention import splash_attention
+
+        return splash_attention(q, k, v, segments, **given, interpret=jax.default_backend() != "tpu")
     mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
-    if rate > 0.0 and key is not None:
+    if drops:
         # With dropout on the weights, which `jax.nn.dot_product_attention` lacks.
         distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])[None, :]
         visible = distance >= 0 if causal else jnp.ones_like(distance, dtype=jnp.bool_)
@@ -110,10 +125,7 @@ def attend(
         logits = jnp.einsum("btnh,bsnh->bnts", q, k).astype(jnp.float32) / math.sqrt(q.shape[-1])
         weights = jax.nn.softmax(jnp.where(visible, logits, jnp.finfo(jnp.float32).min), axis=-1).astype(q.dtype)
         return jnp.einsum("bnts,bsnh->btnh", dropout(weights, rate, key), v)
-    fast = implementation == "cudnn" and q.dtype in (jnp.bfloat16, jnp.float16) and axis_size("sp") == 1
-    if mask is not None and q.shape[1] % 2:
-        fast = False
     local = None if window is None else (window - 1, 0 if causal else window - 1)
     return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, is_causal=causal, local_window_size=local, implementation="cudnn" if fast else "xla"
+        q, k, v, mask=mask, is_causal=causal, local_window_size=local, implementation=kernel
     )
