@@ -34,8 +34,8 @@ Rules = tuple[tuple[str, tuple], ...]
 
 # PartitionSpecs for the weights of one layer; leading dimensions of stacked weights are not sharded.
 BLOCK_RULES: Rules = (
-    (r"(q|k|v|qkv|gate|up)_proj/kernel$", ("fsdp", "tp")),
-    (r"(o|down)_proj/kernel$", ("tp", "fsdp")),
+    (r"(q|k|v|qkv|gate|up)_proj/kernel(_scale)?$", ("fsdp", "tp")),
+    (r"(o|down)_proj/kernel(_scale)?$", ("tp", "fsdp")),
     (r"(q|k|v|qkv|gate|up)_proj/bias$", ("tp",)),
     (r"(q|k|v|qkv|gate|up)_proj/lora_a$", ("fsdp", None)),
     (r"(q|k|v|qkv|gate|up)_proj/lora_b$", (None, "tp")),
