@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 import trainformer
-from trainformer.backends.jax.precision import attention_kernel, cast_floating, resolve_dtype, set_compute_dtype
+from trainformer.backends.jax.precision import cast_floating, resolve_dtype, set_compute_dtype
 from trainformer.backends.jax.sharding import make_mesh
 from trainformer.core.types import HostBatch
 from trainformer.jax import BaseTrainer, TrainerConfigureDataloaderOutput, TrainingArguments
@@ -226,7 +226,7 @@ def by_hand(work: Work, log_every: int) -> Callable[[Pacer, int], float]:
         dtype, model = resolve_dtype(work.dtype), work.make_model()
         if hasattr(model, "configure"):
             unroll = True if jax.default_backend() == "gpu" else 1
-            model.configure(remat=None, attention=attention_kernel(True, dtype), unroll=unroll)
+            model.configure(remat=None, unroll=unroll)
         graph, state = nnx.split(model)
         params = state.to_pure_dict()
 

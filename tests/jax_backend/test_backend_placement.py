@@ -120,18 +120,6 @@ def test_invalid_dtypes_are_refused(name, message):
         precision.resolve_dtype(name)
 
 
-def test_cudnn_attention_is_used_for_16_bit_dtypes_on_gpus():
-    kernels = [
-        precision.attention_kernel(fast, dtype, on)
-        for fast, dtype, on in [
-            (True, jnp.bfloat16, "gpu"), (True, jnp.float16, "gpu"), (True, jnp.float32, "gpu"),
-            (True, jnp.bfloat16, "cpu"), (True, jnp.bfloat16, "tpu"), (False, jnp.bfloat16, "gpu"),
-        ]
-    ]  # fmt: skip
-    assert kernels == ["cudnn", "cudnn", "xla", "xla", "xla", "xla"]
-    assert precision.attention_kernel(True, jnp.bfloat16) == "xla"  # here
-
-
 def test_casting_leaves_integers_booleans_and_keys():
     tree = {"w": jnp.ones(2), "n": jnp.ones(2, jnp.int32), "b": jnp.ones(2, bool), "k": jax.random.key(0)}
     cast = precision.cast_floating(tree, jnp.bfloat16)

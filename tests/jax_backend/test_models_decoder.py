@@ -240,7 +240,7 @@ def test_configure_checks_its_arguments():
     model.configure(unroll=True)
     assert model.execution.unroll == 3
     for options, message in (
-        ({"attention": "flash"}, "one of xla, cudnn"),
+        ({"attention": "flash"}, "one of auto, xla, cudnn"),
         ({"remat": "dots"}, "checkpoint policy"),
         ({"unroll": 0}, "positive integer or True"),
     ):

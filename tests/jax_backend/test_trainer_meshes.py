@@ -45,7 +45,7 @@ GIVEN = {"shuffle": False, "scheduler": "cosine", "max_grad_norm": 0.5, "total_b
 
 @pytest.fixture(scope="module")
 def llama_by_hand():
-    return by_hand(new_llama(), in_order(texts(48), 16, 2), token_loss, TX)
+    return by_hand(new_llama(), in_order(texts(48, 9), 16, 2), token_loss, TX)
 
 
 def new_llama():
@@ -62,7 +62,7 @@ def leaf(tree, path):
 @pytest.mark.parametrize(("dims", "accumulation"), zip(MESHES, (2, 1, 1, 4, 1), strict=True))
 def test_llama_on_every_mesh(dims, accumulation, llama_by_hand):
     given = arguments(**GIVEN, gradient_accumulation_steps=accumulation)
-    trainer = TokenTrainer(given, model=new_llama(), mesh=mesh_on(dims), dataset_train=texts(48))
+    trainer = TokenTrainer(given, model=new_llama(), mesh=mesh_on(dims), dataset_train=texts(48, 9))
     for path, shape in zip(CHECKED, MESHES[dims], strict=True):
         for tree in (trainer.model_state.params, first_moments(trainer.model_state.opt_state)):
             assert {shard.data.shape for shard in leaf(tree, path).addressable_shards} == {shape}

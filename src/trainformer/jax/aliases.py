@@ -65,7 +65,10 @@ _ALWAYS_SAVED = "A checkpoint always contains everything that resuming needs."
 _PREVIEWS = "It belongs to trainers of language models: SFTConfig, DPOConfig, GRPOConfig."
 _PENALTIES = "Use generation_repetition_penalty, as in transformers."
 _BENCHMARKS = "Call your benchmark in a callback, or after training."
-_QUANTIZATION = "Quantization-aware training is available with torch: trainformer.Trainer(qat_recipe=...)."
+_QUANTIZATION = (
+    "For frozen weights in 8 or 4 bits pass quantization='nf4' and lora=... to SFTTrainer or DPOTrainer. Quantization-aware "
+    "training is available with torch: trainformer.Trainer(qat_recipe=...)."
+)
 _SHARDS = "Every process reads the rows of its devices."
 _USE_HOOK = "Override on_log or on_step_end of the trainer, or pass a callback."
 
@@ -164,6 +167,7 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "offload_device_type": (("cpu",), "The dataset stays on the host."),
     "quantization_bits": ((None,), _QUANTIZATION),
     "quantization_block": ((None,), _QUANTIZATION),
+    "quantization_config": ((None,), _QUANTIZATION),
     "quantization_group_size": ((None,), _QUANTIZATION),
     "quantization_mode": ((None,), _QUANTIZATION),
     "save_tpu_preemption_checkpoints": ((True,), "On SIGTERM a run always saves a checkpoint."),

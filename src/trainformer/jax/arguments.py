@@ -21,12 +21,13 @@ from trainformer.backends.jax.precision import resolve_dtype
 from trainformer.backends.jax.schedules import Schedule, make_schedule
 from trainformer.backends.jax.sharding import resolve_dims
 from trainformer.backends.jax.step import resolve_remat
-from trainformer.core.errors import BadArgument, expected
+from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.engine.cadence import Cadence
 from trainformer.jax.aliases import ALIASES, SETTINGS, default_of, resolve_aliases
 from trainformer.jax.batch_sizes import BatchSizes, resolve_batch_sizes
 from trainformer.jax.limits import SaveInterval, TimeLimit, parse_duration
 from trainformer.jax.serialization import JsonArguments
+from trainformer.models.jax.attention_kernels import KERNELS
 
 _ALL = 10**9  # checkpoints: no limit
 _LIMITS = ("per_epoch_training_steps", "per_epoch_evaluation_steps", "max_evaluation_steps")
@@ -93,7 +94,8 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
     dtype: str = "auto"  # compute dtype: bf16, fp32; auto: bf16 on GPUs and TPUs
     param_dtype: str = "fp32"  # of the stored weights
     gradient_checkpointing: Any = None  # remat policy: nothing_saveable, dots_saveable, ...; None: off
-    use_fast_kernels: bool = True  # cuDNN attention on GPUs
+    use_fast_kernels: bool = True  # False: attention_kernel="xla"
+    attention_kernel: str = "auto"  # xla, cudnn, splash, ring; auto: the fastest that applies
     unroll_layers: int | bool | None = None  # layers per scan iteration; True: all; None: depends on the device
 
     # Data
@@ -219,6 +221,14 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
         for name in ("train_on_inputs", "greater_is_better"):
             if getattr(self, name) not in (None, True, False):
                 raise BadArgument(expected(f"{name} to be True, False or None", getattr(self, name)))
+        if self.attention_kernel not in KERNELS:
+            do = did_you_mean(str(self.attention_kernel), KERNELS)
+            raise BadArgument(
+                expected(f"attention_kernel to be one of {', '.join(KERNELS)}", self.attention_kernel, do)
+            )
+        if not self.use_fast_kernels and self.attention_kernel not in ("auto", "xla"):
+            do = "Leave out use_fast_kernels=False."
+            raise BadArgument(expected("attention_kernel='xla' with use_fast_kernels=False", self.attention_kernel, do))
         if self.nonfinite not in ("raise", "skip"):
             raise BadArgument(expected("nonfinite to be 'raise' or 'skip'", self.nonfinite))
         for name in ("output_dir", "resume", "run_name", "trainer_prefix", "metric_for_best_model"):

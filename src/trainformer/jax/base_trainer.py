@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from trainformer.backends.jax.backend import JaxBackend
 from trainformer.backends.jax.compilation import DynamicBatchStep, JittedStep, enable_compilation_cache
-from trainformer.backends.jax.precision import attention_kernel, resolve_dtype
+from trainformer.backends.jax.precision import resolve_dtype
 from trainformer.backends.jax.processes import initialize_distributed, process_group_on, process_shard
 from trainformer.backends.jax.sharding import data_shards, make_mesh, make_sharded
 from trainformer.backends.jax.step import make_eval_step, make_train_step, resolve_remat
@@ -338,10 +338,13 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
             asked = arguments.unroll_layers
             model.configure(
                 remat=resolve_remat(arguments.gradient_checkpointing),
-                attention=attention_kernel(arguments.use_fast_kernels, self.dtype),
+                attention=arguments.attention_kernel if arguments.use_fast_kernels else "xla",
                 # All layers on a single GPU (about 30 % faster), else none, which compiles faster.
                 unroll=(True if is_single_gpu else 1) if asked is None else asked,
             )
+        elif arguments.attention_kernel != "auto":
+            do = "It configures the models of trainformer.models.jax; your module computes attention itself."
+            raise BadArgument(expected("no attention_kernel for this model", arguments.attention_kernel, do))
         return model
 
     def configure_functions(self) -> TrainerConfigureFunctionOutput:

@@ -33,7 +33,8 @@ from trainformer.jax.saving import new_files, save_trainer
 from trainformer.losses.jax import IGNORE_INDEX, RowSums, row_sums, token_loss
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
 from trainformer.models.jax.huggingface import check_family
-from trainformer.models.jax.lora import apply_lora, load_lora, merge_lora, save_lora
+from trainformer.models.jax.lora import apply_lora, load_lora, merge_lora, quantize_frozen, save_lora
+from trainformer.models.jax.quantization import check_quantization
 
 _DEFAULT_LENGTH = 2048  # tokens, unless the user or the model asks for fewer
 _LENGTH_MULTIPLE = 64  # batch lengths are rounded up to it, to suit the hardware
@@ -45,6 +46,7 @@ _POSITION_INPUTS = ("position_ids", "segment_ids")
 class TextArguments(PreviewArguments):
     """`TrainingArguments` plus the arguments of all language-model trainers."""
 
+    quantization: str | None = None  # with lora: int8, int4 or nf4 for the frozen weights of the layers
     truncation: str = "auto"  # for records that are too long: split, truncate, drop; auto: texts are split
     prompt_template: str | None = None  # a format string over the fields of a record
     chunk_tokens: int | None = None  # tokens per device with logits in memory at once; None: 1 GiB of logits, 0: all
@@ -52,6 +54,8 @@ class TextArguments(PreviewArguments):
 
     def check(self) -> None:
         super().check()
+        if self.quantization is not None:
+            check_quantization(self.quantization)
         if self.truncation not in TRUNCATION:
             do = did_you_mean(str(self.truncation), TRUNCATION)
             raise BadArgument(expected(f"truncation to be one of {', '.join(TRUNCATION)}", self.truncation, do))
@@ -143,9 +147,13 @@ class TextTrainer(BaseTrainer):
         self._frozen: list[str] = []
         self._adapted: Any = None
         if model_state is None:
+            if self.arguments.quantization is not None and self.lora is None:
+                do = "Pass lora=LoRAConfig(...): quantized weights are frozen, and LoRA is what is trained."
+                raise BadArgument(expected("quantization together with lora", self.arguments.quantization, do))
             model = self.load_model(model)
-        elif self.lora is not None:
-            raise BadArgument("Expected lora or model_state, received both. A model_state includes its adapter.")
+        elif self.lora is not None or self.arguments.quantization is not None:
+            given = "lora" if self.lora is not None else "quantization"
+            raise BadArgument(f"Expected {given} or model_state, received both. A model_state includes its adapter.")
         self.text = _tokenizer(processing_class, self.base_folder)
         self._inspect_model(model_state.model if model_state is not None else model)
         self._longest = 0  # tokens of the longest sequence
@@ -179,21 +187,28 @@ class TextTrainer(BaseTrainer):
         if isinstance(model, DecoderConfig):
             check_family(model)
             model = partial(_build_decoder, model)
-        model, lora, seed = super().load_model(model), self.lora, self.arguments.seed
+        model, lora = super().load_model(model), self.lora
         if lora is not None and isinstance(model, nnx.Module):
-            self._frozen = [lora.apply(model, seed)]
+            self._frozen = [self._apply_lora(lora, model)]
         elif lora is not None:
             build = model
 
             def adapted(rngs: nnx.Rngs) -> nnx.Module:
                 module = build(rngs)
-                self._frozen = [lora.apply(module, seed)]
+                self._frozen = [self._apply_lora(lora, module)]
                 return module
 
             model = adapted
             nnx.eval_shape(lambda: adapted(nnx.Rngs(0)))  # the frozen pattern is needed before the weights
         self._adapted = model
         return model
+
+    def _apply_lora(self, lora: LoRAConfig, model: Any) -> str:
+        """Add LoRA and quantize the rest, in place. Returns the regex of the frozen parameters."""
+        frozen = lora.apply(model, self.arguments.seed)
+        if self.arguments.quantization is not None:
+            quantize_frozen(model, self.arguments.quantization)
+        return frozen
 
     def frozen_patterns(self) -> list[str]:
         return [*super().frozen_patterns(), *self._frozen]

@@ -1,10 +1,11 @@
-"""Dtypes by name, casting pytrees, and which attention kernel supports a dtype.
+"""Dtypes by name, and casting pytrees.
 
 Parameters keep their dtype (usually float32); a step computes on copies in the compute dtype (`step`).
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ _DTYPES: dict[str, Any] = {
     "fp16": jnp.float16,
     "float16": jnp.float16,
 }
+_EXACT = re.compile(r"\bkernel_scale\b")
 _CHOICES = f"Use one of {', '.join(['auto', *_DTYPES])}."
 
 
@@ -50,24 +52,17 @@ def resolve_dtype(name: Any, on: str | None = None) -> Any:
     return jnp.dtype(_DTYPES[lowered])
 
 
-def attention_kernel(use_fast_kernels: bool, dtype: Any, on: str | None = None) -> str:
-    """The attention implementation: cuDNN supports 16-bit dtypes on GPUs only, XLA supports everything.
-
-    >>> attention_kernel(True, jnp.bfloat16, on="gpu"), attention_kernel(True, jnp.float32, on="gpu")
-    ('cudnn', 'xla')
-    """
-    is_16_bit = jnp.dtype(dtype).itemsize == 2
-    return "cudnn" if use_fast_kernels and is_16_bit and (on or jax.default_backend()) == "gpu" else "xla"
-
-
 def cast_floating(tree: Any, dtype: Any) -> Any:
-    """A pytree whose floating-point arrays are cast to `dtype`; integers, booleans and PRNG keys stay as they are."""
+    """A pytree whose floating-point arrays are cast to `dtype`; integers, booleans and PRNG keys stay as they are.
 
-    def cast(leaf: Any) -> Any:
+    So do the scales of quantized kernels: their rounding would add to that of the kernels.
+    """
+
+    def cast(path: Any, leaf: Any) -> Any:
         is_floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-        return leaf.astype(dtype) if is_floating else leaf
+        return leaf.astype(dtype) if is_floating and not _EXACT.search(jax.tree_util.keystr(path)) else leaf
 
-    return jax.tree.map(cast, tree)
+    return jax.tree_util.tree_map_with_path(cast, tree)
 
 
 def set_compute_dtype(model: nnx.Module, dtype: Any) -> None:

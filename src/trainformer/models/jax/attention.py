@@ -1,13 +1,13 @@
-"""Attention over (batch, sequence, heads, head_dim): segments and positions, masks, and the choice of kernel."""
+"""Attention over (batch, sequence, heads, head_dim): segments, positions and masks. Kernels: `attention_kernels`."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-from trainformer.models.jax.layers import Key, axis_size, dropout
-
-IMPLEMENTATIONS = ("xla", "cudnn")
+from trainformer.models.jax.attention_kernels import choose_kernel
+from trainformer.models.jax.layers import Key, constrain, dropout
+from trainformer.models.jax.ring_attention import ring_attention
 
 
 def segments_of(attention_mask: jax.Array | None, segment_ids: jax.Array | None) -> jax.Array | None:
@@ -46,29 +46,46 @@ def attend(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    implementation: str = "xla",
+    implementation: str = "auto",
     rate: float = 0.0,
     key: Key = None,
 ) -> jax.Array:
     """Softmax attention in float32; `k` and `v` may have fewer heads. `window` includes the token itself, as in HF.
 
     `scale` of the logits is by default ``head_dim ** -0.5``; `softcap` bounds them by a tanh. With `start` the queries
-    are those of the tokens from there on, and keys, values and segments those of a cache. cuDNN is used only where it
-    is supported: 16-bit dtypes, no dropout, no softcap, no sequence sharding, even lengths with a mask.
+    are those of the tokens from there on, and keys, values and segments those of a cache. `implementation` is one of
+    `attention_kernels.KERNELS`; where it does not apply, another one is used.
     """
+    drops = rate > 0.0 and key is not None
+    given = {"causal": causal, "window": window}
+    kernel = "xla"
+    if start is None:
+        features = {"masked": segments is not None, "drops": drops, "caps": softcap is not None}
+        kernel = choose_kernel(implementation, q, k, **features, **given)
+    q = constrain(q, "batch", "sequence", "heads", None)
+    if kernel in ("ring", "splash") and scale is not None:
+        q = q * (scale * q.shape[-1] ** 0.5)
+    if kernel == "ring":
+        return ring_attention(q, k, v, segments, **given)
+    # With sequence parallelism a device keeps its queries and attends to the keys and values of all.
+    k, v = constrain(k, "batch", None, "heads", None), constrain(v, "batch", None, "heads", None)
+    if kernel == "splash":
+        from trainformer.models.jax.splash_attention import splash_attention
+
+        return splash_attention(q, k, v, segments, **given, interpret=jax.default_backend() != "tpu")
+    places = jnp.arange(q.shape[1])
     if start is not None:
-        mask = _visible(jnp.arange(q.shape[1]) + start, jnp.arange(k.shape[1]), causal, window)
+        mask = _visible(places + start, jnp.arange(k.shape[1]), **given)
         if segments is not None:
             own = jax.lax.dynamic_slice_in_dim(segments, start, q.shape[1], axis=1)
             mask = mask & (own[:, None, :, None] == segments[:, None, None, :])
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="xla")
-    mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
+        given = {"causal": False, "window": None}  # in the mask
+    else:
+        mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
     if softcap is not None or drops:
         # Softcap and dropout on the weights, which `jax.nn.dot_product_attention` lacks.
-        if start is None:
-            places = jnp.arange(q.shape[1])
-            visible = _visible(places, places, causal, window)
-            mask = visible if mask is None else mask & visible
+        visible = _visible(places, places, **given) if start is None else mask
+        visible = visible if mask is None else mask & visible
         groups = q.shape[2] // k.shape[2]
         k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
         logits = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
@@ -77,19 +94,16 @@ def attend(
             logits = softcap * jnp.tanh(logits / softcap)
         weights = jax.nn.softmax(jnp.where(visible, logits, jnp.finfo(jnp.float32).min), axis=-1).astype(q.dtype)
         return jnp.einsum("bnts,bsnh->btnh", dropout(weights, rate, key), v)
-    fast = implementation == "cudnn" and q.dtype in (jnp.bfloat16, jnp.float16) and axis_size("sp") == 1
-    if mask is not None and q.shape[1] % 2:
-        fast = False
-    local = None if window is None else (window - 1, 0 if causal else window - 1)
+    local = None if given["window"] is None else (window - 1, 0 if causal else window - 1)
     return jax.nn.dot_product_attention(
         q,
         k,
         v,
         mask=mask,
         scale=scale,
-        is_causal=causal,
+        is_causal=given["causal"],
         local_window_size=local,
-        implementation="cudnn" if fast else "xla",
+        implementation=kernel,
     )
 
 

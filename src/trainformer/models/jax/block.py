@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.models.jax.attention import IMPLEMENTATIONS, attend
+from trainformer.models.jax.attention import attend
+from trainformer.models.jax.attention_kernels import KERNELS
 from trainformer.models.jax.cache import KVCache, LayerCache
 from trainformer.models.jax.layers import (
     ACTIVATIONS,
@@ -37,8 +38,8 @@ Rules = tuple[tuple[str, tuple], ...]
 
 # PartitionSpecs for the weights of one layer; leading dimensions of stacked weights are not sharded.
 BLOCK_RULES: Rules = (
-    (r"(q|k|v|qkv|gate|up)_proj/kernel$", ("fsdp", "tp")),
-    (r"(o|down)_proj/kernel$", ("tp", "fsdp")),
+    (r"(q|k|v|qkv|gate|up)_proj/kernel(_scale)?$", ("fsdp", "tp")),
+    (r"(o|down)_proj/kernel(_scale)?$", ("tp", "fsdp")),
     (r"(q|k|v|qkv|gate|up)_proj/bias$", ("tp",)),
     (r"(q|k|v|qkv|gate|up)_proj/lora_a$", ("fsdp", None)),
     (r"(q|k|v|qkv|gate|up)_proj/lora_b$", (None, "tp")),
@@ -132,15 +133,15 @@ class Execution:
     """How a model computes: `remat` is a `jax.checkpoint` policy (None: keep all activations)."""
 
     remat: Callable[..., Any] | None = None
-    attention: str = "xla"
+    attention: str = "auto"
     unroll: int = 1
 
     def __post_init__(self) -> None:
         if self.remat is not None and not callable(self.remat):
             do = "Pass one of jax.checkpoint_policies, or None to keep all activations."
             raise BadArgument(expected("remat to be a checkpoint policy", self.remat, do))
-        if self.attention not in IMPLEMENTATIONS:
-            raise BadArgument(expected(f"attention to be one of {', '.join(IMPLEMENTATIONS)}", self.attention))
+        if self.attention not in KERNELS:
+            raise BadArgument(expected(f"attention to be one of {', '.join(KERNELS)}", self.attention))
         if not isinstance(self.unroll, int) or self.unroll < 1:
             do = "It is the number of layers per scan iteration; True for all of them."
             raise BadArgument(expected("unroll to be a positive integer or True", self.unroll, do))
@@ -194,9 +195,6 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        # With sequence parallelism a device keeps its queries and attends to the keys and values of all.
-        q = constrain(q, "batch", "sequence", "heads", None)
-        k, v = constrain(k, "batch", None, "heads", None), constrain(v, "batch", None, "heads", None)
         if cache is not None:
             k, v = cache.update(k, v)
         mixed = attend(
@@ -340,7 +338,7 @@ class Model(nnx.Module):
         self.lora: LoraSettings | None = None
 
     def configure(
-        self, remat: Callable[..., Any] | None = None, attention: str = "xla", unroll: int | bool = 1
+        self, remat: Callable[..., Any] | None = None, attention: str = "auto", unroll: int | bool = 1
     ) -> None:
         """Set the remat policy, the attention kernel, and the number of layers per scan iteration (True: all)."""
         # Stored as a number: a compilation cache would treat True and 1 as equal.

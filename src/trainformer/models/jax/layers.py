@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.models.jax.quantization import Quantization, quantized_matmul
 
 Key = jax.Array | None
 Stack = tuple[int, ...]
@@ -41,7 +42,10 @@ def check_activation(name: str) -> None:
 
 
 class Linear(nnx.Module):
-    """``x @ kernel + bias``, plus LoRA once `apply_lora` has set ``lora_a`` and ``lora_b``."""
+    """``x @ kernel + bias``, plus LoRA once `apply_lora` has set ``lora_a`` and ``lora_b``.
+
+    Once `quantize` was called, `kernel` holds integer codes.
+    """
 
     def __init__(
         self, inputs: int, outputs: int, *, rngs: nnx.Rngs, bias: bool, scale: float = 0.02, stack: Stack = ()
@@ -52,15 +56,33 @@ class Linear(nnx.Module):
         self.lora_b: Any = nnx.data(None)
         self.lora_scale = 0.0
         self.lora_dropout = 0.0
+        self.kernel_scale: Any = nnx.data(None)
+        self.quantization: Quantization | None = None
 
     def __call__(self, x: jax.Array, key: Key = None) -> jax.Array:
-        y = x @ self.kernel[...].astype(x.dtype)
+        if self.quantization is None:
+            y = x @ self.kernel[...].astype(x.dtype)
+        else:
+            y = quantized_matmul(x, self.kernel[...], self.kernel_scale[...], self.quantization)
         if self.bias is not None:
             y = y + self.bias[...].astype(x.dtype)
         if self.lora_a is not None:
             low = dropout(x, self.lora_dropout, key) @ self.lora_a[...].astype(x.dtype)
             y = y + (low @ self.lora_b[...].astype(x.dtype)) * jnp.asarray(self.lora_scale, x.dtype)
         return y
+
+    def quantize(self, kind: str) -> None:
+        """Store the kernel in fewer bits, in place: for a layer whose kernel is not trained."""
+        kernel = self.kernel[...]
+        self.quantization = Quantization(kind, str(kernel.dtype))
+        codes, scales = self.quantization.quantize(kernel)
+        self.kernel, self.kernel_scale = nnx.Param(codes), nnx.Param(scales)
+
+    def dequantize(self) -> None:
+        """The inverse, up to rounding."""
+        if self.quantization is not None:
+            self.kernel = nnx.Param(self.quantization.dequantize(self.kernel[...], self.kernel_scale[...]))
+            self.kernel_scale, self.quantization = nnx.data(None), None
 
 
 class Embedding(nnx.Module):

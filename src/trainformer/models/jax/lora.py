@@ -8,6 +8,7 @@ for the caller to freeze.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -26,7 +27,10 @@ from trainformer.models.jax.block import LoraSettings, Model
 from trainformer.models.jax.families import Family, Weight, family_of
 from trainformer.models.jax.huggingface import find_folder, flat_params, flat_paths, read_json, to_host
 from trainformer.models.jax.layers import Linear
+from trainformer.models.jax.quantization import check_quantization
 from trainformer.models.jax.weight_files import Weights, open_weights, write_file
+
+logger = logging.getLogger("trainformer")
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
@@ -87,9 +91,28 @@ def frozen_pattern(model: Model) -> str:
     return rf"^(?!(?:.*/lora_[ab]{full})$).*$"
 
 
+def quantize_frozen(model: Model, kind: str) -> None:
+    """Store the frozen kernels of the layers in 8 or 4 bits ("int8", "int4", "nf4"), in place, as in QLoRA.
+
+    Embeddings, norms, biases and the head keep their dtype.
+    """
+    check_quantization(kind)
+    if getattr(model, "lora", None) is None:
+        raise BadArgument(expected("a model with LoRA", type(model).__name__, "Quantized weights cannot be trained."))
+    for path, layer in _linear_layers(model).items():
+        if path not in (*_HEADS, *model.lora.modules_to_save):
+            layer.quantize(kind)
+
+
 def merge_lora(model: Model) -> Model:
-    """Merge LoRA into the kernels and remove it, in place. Returns the model."""
-    for layer in _linear_layers(model).values():
+    """Merge LoRA into the kernels and remove it, in place. Returns the model. Quantized kernels are dequantized."""
+    layers = _linear_layers(model).values()
+    kinds = {layer.quantization.kind for layer in layers if layer.quantization is not None}
+    if kinds:
+        # The adapter was trained on the rounded weights, so these are what belongs to it.
+        logger.info("the merged weights are those of the base model rounded to %s, plus the adapter", *kinds)
+    for layer in layers:
+        layer.dequantize()
         if layer.lora_a is None:
             continue
         kernel = layer.kernel[...]

@@ -57,9 +57,7 @@ class RewardFunctions:
             found = asyncio.run(_awaited(found))
         return _checked_scores(name, found, len(columns["completions"]))
 
-    def _call(
-        self, name: str, function: RewardFunction, columns: Mapping[str, Any], context: Mapping[str, Any]
-    ) -> Any:
+    def _call(self, name: str, function: RewardFunction, columns: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
         return function(**_accepted(name, function, columns))
 
     def _function(self, name: str) -> RewardFunction:

@@ -58,9 +58,7 @@ class Rewards(RewardFunctions):
         total = torch.nansum(scores * torch.tensor(self.weights, dtype=scores.dtype), dim=1)
         return torch.where(scores.isnan().all(1), math.nan, total)
 
-    def _call(
-        self, name: str, function: RewardFunction, columns: Mapping[str, Any], context: Mapping[str, Any]
-    ) -> Any:
+    def _call(self, name: str, function: RewardFunction, columns: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
         if isinstance(function, RewardModelFunction):
             chosen = {key: columns[key] for key in ("prompts", "completions", "tools")}
             return function(device=context["device"], **chosen)
