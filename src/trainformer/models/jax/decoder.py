@@ -26,7 +26,8 @@ class DecoderConfig(BlockConfig):
     """Configuration of a decoder. ``rope=None`` means learned positions. `source` is the original ``config.json`` text.
 
     `local_rope` is used by layers with a sliding window instead of `rope`. `no_rope_layers` has a 0 for each layer
-    without positions and a 1 for the others, as in HF. `embedding_scale` multiplies the embeddings.
+    without positions and a 1 for the others, as in HF. `embedding_scale` multiplies the embeddings, `logits_scaling`
+    divides the logits.
 
     >>> DecoderConfig(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
     ...     num_attention_heads=4).head_width
@@ -42,6 +43,7 @@ class DecoderConfig(BlockConfig):
     tie_word_embeddings: bool = False
     embedding_dropout: float = 0.0
     embedding_scale: float = 1.0
+    logits_scaling: float = 1.0
     final_logit_softcapping: float | None = None
     source: str = field(default="", repr=False)
 
@@ -139,6 +141,8 @@ class Decoder(Model):
     def head(self, states: jax.Array) -> jax.Array:
         """Logits in the dtype of the hidden states; cast them before a softmax."""
         logits = self.embed_tokens.logits(states) if self.lm_head is None else self.lm_head(states)
+        if self.config.logits_scaling != 1.0:
+            logits = logits / self.config.logits_scaling
         if self.config.final_logit_softcapping is not None:
             logits = self.config.final_logit_softcapping * jnp.tanh(logits / self.config.final_logit_softcapping)
         return constrain(logits, "batch", "sequence", "features")

@@ -24,6 +24,8 @@ _FAMILIES = {
     "qwen3": ("decoder_families", "LLAMA"),
     "smollm3": ("decoder_families", "LLAMA"),
     "olmo2": ("decoder_families", "LLAMA"),
+    "olmo3": ("decoder_families", "LLAMA"),
+    "granite": ("decoder_families", "LLAMA"),
     "phi3": ("decoder_families", "LLAMA"),
     "gemma": ("gemma", "GEMMA"),
     "gemma2": ("gemma", "GEMMA"),
