@@ -76,7 +76,8 @@ class DecoderConfig(BlockConfig):
 class Decoder(Model):
     """``model(input_ids)`` returns logits (batch, sequence, vocabulary).
 
-    `attention_mask` marks padding (0) on either side; right-padded batches need none, since attention is causal.
+    `attention_mask` marks padding (0) on either side; right-padded batches need none, since attention is causal
+    (except with longrope).
     `segment_ids` separates packed texts; positions restart in each. Dropout is active only with
     ``deterministic=False`` and a `key`.
     """
@@ -107,6 +108,11 @@ class Decoder(Model):
             if config.tie_word_embeddings
             else Linear(config.hidden_size, config.vocab_size, rngs=rngs, bias=False, scale=scale)
         )
+
+    @property
+    def needs_attention_mask(self) -> bool:
+        """Whether padding on the right must be marked as well: longrope depends on the length of texts."""
+        return any(rope.kind == "longrope" for rope in self.config.ropes)
 
     def __call__(self, input_ids: jax.Array, *inputs: Any, **options: Any) -> jax.Array:
         """Logits. Arguments as for `hidden_states`."""

@@ -61,7 +61,7 @@ def read_llama(config: Mapping[str, Any]) -> DecoderConfig:
     fields = read_decoder_fields(config, _LLAMA_FIELDS, _LLAMAS[kind][1])
     options: dict[str, Any] = {}
     if kind == "phi3":
-        options, config = _phi3_options(config)
+        options = _phi3_options(config)
     elif kind in ("olmo2", "olmo3"):
         options = {"norm_placement": "post", "qk_norm": True, "qk_norm_whole": True}
     elif kind == "smollm3":
@@ -96,20 +96,19 @@ def read_decoder_fields(
     return fields
 
 
-def _phi3_options(config: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any]]:
+def _phi3_options(config: Mapping[str, Any]) -> dict[str, Any]:
     refuse_unsupported(config, {"embd_pdrop": 0.0})
     config = {"original_max_position_embeddings": 4096, "max_position_embeddings": 4096, **config}
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = rope.get("rope_type") or rope.get("type")
     if kind in ("su", "yarn"):  # earlier names
         rope["rope_type"] = "longrope"
-    options = {
+    return {
         "fused_qkv": True,
         "fused_gate_up": True,
         "hidden_dropout": config.get("resid_pdrop") or 0.0,
         "rope": read_rope({**config, "rope_parameters": rope}, partial=1.0),
     }
-    return options, config
 
 
 def _no_rope_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -148,7 +147,7 @@ def read_windows(window: int | None, types: Sequence[str] | None, count: int) ->
     return {"sliding_window": window, "layer_types": tuple(types[:count])}
 
 
-def read_layer_ropes(config: Mapping[str, Any], theta: float, local_theta: float) -> dict[str, Rope]:
+def read_layer_ropes(config: Mapping[str, Any], theta: float, local_theta: float) -> dict[str, Any]:
     """Rotary embeddings per kind of layer; earlier versions of transformers scale those without a window only."""
     given, positions = config.get("rope_parameters"), {"max_position_embeddings": config.get("max_position_embeddings")}
     if given is None:

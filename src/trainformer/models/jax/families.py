@@ -1,6 +1,6 @@
 """`Family`: how HF checkpoints of a model type map to our models (config, weight names, axes).
 
-The families themselves are in `decoder_families` and in the files of the other models.
+The families themselves are in `decoder_families`, `gemma`, `gpt_families`, and in the files of the other models.
 """
 
 from __future__ import annotations

@@ -67,6 +67,7 @@ def read_gemma(config: Mapping[str, Any]) -> DecoderConfig:
         act = "gelu_pytorch_tanh" if fields["hidden_act"] == "gelu" else fields["hidden_act"]
         return DecoderConfig(**{**fields, "hidden_act": act}, **shared, rope=read_rope(config))
     caps: dict[str, float] = {}
+    ropes: dict[str, Any] = {}
     if kind == "gemma2":
         caps, ropes = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, {"rope": read_rope(config)}
     else:
