@@ -75,7 +75,7 @@ def family_configs() -> dict[str, PretrainedConfig]:
             num_hidden_layers=2,
             sliding_window=4,
             layer_types=[FULL, SLIDING],
-            rope_parameters={**LAYER_ROPES, FULL: YARN},
+            rope_parameters={**LAYER_ROPES, FULL: {**YARN, "truncate": True}},
         ),
         "granite": GraniteConfig(
             **_SHARED,

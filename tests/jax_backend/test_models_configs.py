@@ -116,6 +116,7 @@ def test_old_and_short_configs_are_read_as_by_transformers(name):
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers of 4 layers"),
         ("olmo2", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("olmo2", {"hidden_act": "gleu"}, "Did you mean 'gelu'"),
+        ("olmo3", {"rope_parameters": {FULL: YARN}}, "truncate=True"),
         ("olmo3", {"rope_parameters": None, "rope_theta": 77.0}, "rope_theta=500000"),
         ("phi3", {"embd_pdrop": 0.1}, "embd_pdrop=0.0"),
         ("phi3", {"rope_parameters": {**LONGROPE, "long_factor": [1.0]}}, "long_factor with 2 numbers"),

@@ -189,7 +189,7 @@ def test_folders_are_read_and_written(name, pair, tmp_path):
     assert type(opened) is type(theirs)
     assert furthest(torch_logits(theirs, IDS), torch_logits(opened, IDS)) == 0.0
     again = load_model(tmp_path / "new").config
-    assert replace(again, source="", head_dim=None) == replace(ours.config, head_dim=None)
+    assert replace(again, source="", head_dim=None) == replace(bare.config, head_dim=None)
     assert again.head_width == ours.config.head_width
 
 

@@ -155,6 +155,9 @@ def read_layer_ropes(config: Mapping[str, Any], theta: float, local_theta: float
     extra = sorted(set(given) - {SLIDING, FULL})
     if extra:
         raise BadArgument(expected(f"rope_parameters for {SLIDING!r} and {FULL!r}", extra))
+    for kind in given:
+        # transformers does not read it here.
+        refuse_unsupported(given[kind] or {}, {"truncate": True})
     thetas = {FULL: config.get("rope_theta") or theta, SLIDING: local_theta}
     rope, local = (
         read_rope({**positions, "rope_parameters": given.get(kind)}, theta=thetas[kind]) for kind in (FULL, SLIDING)
