@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from jax_family_toys import FULL, GEMMA3_ROPES, LONGROPE, SLIDING, YARN, family_configs
+from jax_family_toys import FULL, LAYER_ROPES, LONGROPE, SLIDING, YARN, family_configs
 from jax_model_toys import furthest
 from transformers import AutoConfig, LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -35,9 +35,14 @@ LINEAR = {"type": "linear", "factor": 8.0}
 WRITTEN_EARLIER = {
     **{
         kind: {"model_type": kind}
-        for kind in ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "olmo2", "phi3")
+        for kind in ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "olmo2", "olmo3")
     },
-    **{kind: {"model_type": kind} for kind in ("gemma", "gemma2", "gemma3_text", "gpt_neox")},
+    **{kind: {"model_type": kind} for kind in ("phi3", "granite", "gemma", "gemma2", "gemma3_text", "gpt_neox")},
+    "olmo3_hub": {
+        "model_type": "olmo3",
+        "rope_theta": 500_000,
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32},
+    },
     "mistral_mixed": {"model_type": "mistral", "layer_types": [SLIDING, FULL] * 4, "sliding_window": 3},
     "qwen_window": {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 5, "rope_theta": 77.0},
     "smollm3_window": {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 9},
@@ -104,13 +109,15 @@ def test_old_and_short_configs_are_read_as_by_transformers(name):
         ("gemma2", {"sliding_window": None}, "a sliding_window"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=None"),
         ("gemma3", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters for 'sliding_attention'"),
-        ("gemma3", {"rope_parameters": {**GEMMA3_ROPES, FULL: {"rope_type": "dynamic"}}}, "'dynamic'.*'yarn'"),
+        ("gemma3", {"rope_parameters": {**LAYER_ROPES, FULL: {"rope_type": "dynamic"}}}, "'dynamic'.*'yarn'"),
         ("qwen2", {"use_sliding_window": False}, "a sliding_window.*use_sliding_window"),
         ("qwen2", {"layer_types": [FULL]}, "layer_types of 3 layers"),
-        ("qwen3", {"rope_parameters": GEMMA3_ROPES}, "rope_parameters without layer types"),
+        ("qwen3", {"rope_parameters": LAYER_ROPES}, "rope_parameters without layer types"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers of 4 layers"),
         ("olmo2", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("olmo2", {"hidden_act": "gleu"}, "Did you mean 'gelu'"),
+        ("olmo3", {"rope_parameters": {FULL: YARN}}, "truncate=True"),
+        ("olmo3", {"rope_parameters": None, "rope_theta": 77.0}, "rope_theta=500000"),
         ("phi3", {"embd_pdrop": 0.1}, "embd_pdrop=0.0"),
         ("phi3", {"rope_parameters": {**LONGROPE, "long_factor": [1.0]}}, "long_factor with 2 numbers"),
         ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "'long_factor'"),

@@ -275,7 +275,8 @@ class TextTrainer(BaseTrainer):
         if not hasattr(model, "hidden_states") or not hasattr(model, "head"):
             return model(batch["input_ids"]), labels, {}
         # No attention mask: padding is on the right, which tokens of a causal model do not attend to.
-        positions = {name: batch[name] for name in _POSITION_INPUTS if name in batch}
+        names = (*_POSITION_INPUTS, *(("attention_mask",) if getattr(model, "needs_attention_mask", False) else ()))
+        positions = {name: batch[name] for name in names if name in batch}
         states = model.hidden_states(batch["input_ids"], **positions, deterministic=key is None, key=key)
         return states, labels, {"head": model.head, "chunks": self._chunks(labels.shape)}
 

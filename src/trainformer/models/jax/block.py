@@ -72,6 +72,7 @@ class BlockConfig:
     norm_eps: float = 1e-6
     norm_placement: str = "pre"
     parallel_residual: bool = False
+    residual_multiplier: float = 1.0
     gated: bool = True
     fused_gate_up: bool = False
     fused_qkv: bool = False
@@ -85,6 +86,7 @@ class BlockConfig:
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None
     query_pre_attn_scalar: float | None = None
+    attention_multiplier: float | None = None
     attn_logit_softcapping: float | None = None
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
@@ -107,7 +109,8 @@ class BlockConfig:
             what = f"layer_types of {self.num_hidden_layers} layers, each {SLIDING!r} or {FULL!r}"
             raise BadArgument(expected(what, list(types)))
         if SLIDING in types and self.sliding_window is None:
-            raise BadArgument(expected(f"a sliding_window, since layer_types has {SLIDING!r}", None))
+            do = "Qwen and SmolLM3 also need use_sliding_window."
+            raise BadArgument(expected(f"a sliding_window, since layer_types has {SLIDING!r}", None, do))
 
     @property
     def kv_heads(self) -> int:
@@ -119,7 +122,8 @@ class BlockConfig:
 
     @property
     def attention_scale(self) -> float:
-        return (self.query_pre_attn_scalar or self.head_width) ** -0.5
+        """The factor of the attention logits."""
+        return self.attention_multiplier or (self.query_pre_attn_scalar or self.head_width) ** -0.5
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -266,13 +270,18 @@ class Block(nnx.Module):
         window: int | None = None,
         cache: LayerCache | None = None,
     ) -> jax.Array:
-        keys, rate = key_source(key), self.config.hidden_dropout
+        keys = key_source(key)
         mixed = self.attention(_normed(x, self.input_norm), segments, rope, execution, next(keys), window, cache)
-        between = x + dropout(_normed(mixed, self.attention_output_norm), rate, next(keys))
+        between = x + self._residual(mixed, self.attention_output_norm, next(keys))
         source = x if self.config.parallel_residual else between
         inner = self.mlp(_normed(source, self.post_norm), next(keys))
-        x = between + dropout(_normed(inner, self.mlp_output_norm), rate, next(keys))
+        x = between + self._residual(inner, self.mlp_output_norm, next(keys))
         return constrain(x, "batch", "sequence", None)
+
+    def _residual(self, output: jax.Array, norm: Any, key: Key) -> jax.Array:
+        """What attention or feed-forward add to the residual stream."""
+        added = dropout(_normed(output, norm), self.config.hidden_dropout, key)
+        return added if self.config.residual_multiplier == 1.0 else added * self.config.residual_multiplier
 
 
 def _normed(x: jax.Array, norm: Callable[[jax.Array], jax.Array] | None) -> jax.Array:
