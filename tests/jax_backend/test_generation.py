@@ -156,7 +156,7 @@ def test_a_row_does_not_depend_on_the_others_and_one_program_serves_a_bucket(pai
     together = generate(ours, rows, 12, temperature=0.9, top_p=0.9, seed=[7, 8, 9])
     assert _generate._cache_size() == before + 1
     again = generate(ours, rows[::-1], [5, 12, 11], temperature=0.9, top_p=0.9, seed=[9, 8, 7])
-    generate(ours, [*rows, rows[0] * 2][1:], 16, temperature=0.3, top_p=0.5, stop_ids=[3, 4], seed=1)
+    generate(ours, [*rows, rows[1] * 2][1:], 16, temperature=0.3, top_p=0.5, stop_ids=[3, 4], seed=1)
     assert _generate._cache_size() == before + 1
     assert again.rows() == [row[:limit] for row, limit in zip(together.rows()[::-1], [5, 12, 11], strict=True)]
     alone = generate(ours, rows[1:2], 12, temperature=0.9, top_p=0.9, seed=[8])  # a smaller bucket of rows

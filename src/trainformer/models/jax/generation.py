@@ -117,7 +117,9 @@ def row_seeds(seed: int | Sequence[int], count: int) -> list[int]:
     (True, [5, 6])
     """
     if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
-        return [int(np.random.SeedSequence([int(seed) % 2**64, n]).generate_state(1, np.uint64)[0]) for n in range(count)]
+        return [
+            int(np.random.SeedSequence([int(seed) % 2**64, n]).generate_state(1, np.uint64)[0]) for n in range(count)
+        ]
     if isinstance(seed, (Sequence, np.ndarray)) and not isinstance(seed, str) and len(seed) == count:
         return [int(each) for each in seed]
     raise BadArgument(expected(f"seed to be an integer, or a list of {count} of them", seed))

@@ -27,8 +27,8 @@ class RewardFunctions:
     """
 
     def __init__(self, rewards: Any, weights: Sequence[float] | None = None) -> None:
-        self._given = _named(rewards)
-        self.names = list(self._given)
+        self.given = _named(rewards)
+        self.names = list(self.given)
         self.weights = _checked_weights(weights, self.names)
         self._functions: dict[str, RewardFunction] = {}
 
@@ -57,13 +57,11 @@ class RewardFunctions:
             found = asyncio.run(_awaited(found))
         return _checked_scores(name, found, len(columns["completions"]))
 
-    def _call(
-        self, name: str, function: RewardFunction, columns: Mapping[str, Any], context: Mapping[str, Any]
-    ) -> Any:
+    def _call(self, name: str, function: RewardFunction, columns: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
         return function(**_accepted(name, function, columns))
 
     def _function(self, name: str) -> RewardFunction:
-        given = self._given[name]
+        given = self.given[name]
         return import_function(given) if isinstance(given, str) and is_function_path(given) else given
 
 

@@ -58,16 +58,14 @@ class Rewards(RewardFunctions):
         total = torch.nansum(scores * torch.tensor(self.weights, dtype=scores.dtype), dim=1)
         return torch.where(scores.isnan().all(1), math.nan, total)
 
-    def _call(
-        self, name: str, function: RewardFunction, columns: Mapping[str, Any], context: Mapping[str, Any]
-    ) -> Any:
+    def _call(self, name: str, function: RewardFunction, columns: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
         if isinstance(function, RewardModelFunction):
             chosen = {key: columns[key] for key in ("prompts", "completions", "tools")}
             return function(device=context["device"], **chosen)
         return super()._call(name, function, columns, context)
 
     def _function(self, name: str) -> RewardFunction:
-        given = self._given[name]
+        given = self.given[name]
         if isinstance(given, str | Path | nn.Module) and not (isinstance(given, str) and is_function_path(given)):
             return RewardModelFunction(given, self._tokenizer)
         return super()._function(name)
