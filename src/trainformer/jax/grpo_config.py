@@ -17,7 +17,11 @@ _SCALES = {"dr_grpo": "none", "rloo": "none"}  # of the variants; otherwise "gro
 
 @dataclass(kw_only=True)
 class GRPOConfig(TextArguments):
-    """Arguments of `GRPOTrainer`. `total_batch_size` counts prompts, each with `num_generations` completions."""
+    """Arguments of `GRPOTrainer`. `total_batch_size` counts prompts, each with `num_generations` completions.
+
+    >>> GRPOConfig(num_generations=4, loss_type="dr_grpo").scale_rewards
+    'none'
+    """
 
     learning_rate: float = 1e-6
     num_generations: int = 8

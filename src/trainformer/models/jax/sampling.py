@@ -1,7 +1,7 @@
 """Sampling of tokens: the filters of transformers' `generate`, and draws by the random numbers of each row.
 
 A draw is the inverse of the cumulative distribution at one random number, as on torch. So what is sampled depends on
-the logits and the seed of a row, not on the other rows, and is the same on both.
+the logits and the seed of a row, not on the other rows.
 """
 
 from __future__ import annotations
