@@ -154,20 +154,20 @@ def test_the_repetition_penalty_is_that_of_transformers(pair):
 def test_a_row_does_not_depend_on_the_others_and_one_program_serves_a_bucket(pair):
     _, ours = pair("llama")
     rows = [row[kept > 0].tolist() for row, kept in zip(tokens(3, 9), MASK, strict=True)]
+    options = {"temperature": 0.9, "top_k": 5, "min_p": 0.01}
     before = _generate._cache_size()
-    together = generate(ours, rows, 12, temperature=0.9, top_k=5, seed=[7, 8, 9])
+    together = generate(ours, rows, 12, seed=[7, 8, 9], **options)
     assert _generate._cache_size() == before + 1
-    again = generate(ours, rows[::-1], [5, 12, 11], temperature=0.9, top_k=5, seed=[9, 8, 7])
-    generate(ours, [*rows, rows[1] * 2][1:], 16, temperature=0.3, top_k=9, stop_ids=[3, 4], seed=1)
+    again = generate(ours, rows[::-1], [5, 12, 11], seed=[9, 8, 7], **options)
+    generate(ours, [*rows, rows[1] * 2][1:], 16, temperature=0.3, top_k=9, min_p=0.1, stop_ids=[3, 4])
     assert _generate._cache_size() == before + 1
     assert again.rows() == [row[:limit] for row, limit in zip(together.rows()[::-1], [5, 12, 11], strict=True)]
-    alone = generate(ours, rows[1:2], 12, temperature=0.9, top_k=5, seed=[8])  # a smaller bucket of rows
+    alone = generate(ours, rows[1:2], 12, seed=[8], **options)  # a smaller bucket of rows
     assert alone.rows() == together.rows()[1:2]
     assert _generate._cache_size() == before + 2
     # The random numbers go on where those of the first tokens ended.
     head, tail = together.rows()[1][:3], together.rows()[1][3:]
-    options = {"temperature": 0.9, "top_k": 5, "seed": [8], "drawn": [3]}
-    assert generate(ours, [[*rows[1], *head]], 9, **options).rows() == [tail]
+    assert generate(ours, [[*rows[1], *head]], 9, seed=[8], drawn=[3], **options).rows() == [tail]
     assert [bucket(n) for n in (1, 2, 3, 9)] == [1, 2, 4, 16]
 
 
