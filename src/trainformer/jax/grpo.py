@@ -88,9 +88,9 @@ class GRPOTrainer(TextTrainer):
         callbacks: Iterable[Any] | None = None,
         **options: Any,
     ) -> None:
-        arguments = self.arguments_type.from_arguments(arguments)
-        self._init_rewards(arguments, reward_funcs, tools, environment)
-        if reference_model is not None and not arguments.beta:
+        checked: Any = self.arguments_type.from_arguments(arguments)
+        self._init_rewards(checked, reward_funcs, tools, environment)
+        if reference_model is not None and not checked.beta:
             do = "Pass beta=0.04, or leave it out."
             raise BadArgument(expected("no reference_model with beta=0", reference_model, do))
         self.reference_model = reference_model
@@ -99,8 +99,8 @@ class GRPOTrainer(TextTrainer):
         self._prompt_sets: list[NumberedPrompts] = []
         self._shown: list[dict[str, Any]] = []
         self._eval_samples: list[dict[str, Any]] = []
-        callbacks = [*(callbacks or ()), *([self._digest] if arguments.beta else [])]
-        super().__init__(arguments, model, processing_class, callbacks=callbacks, **options)
+        callbacks = [*(callbacks or ()), *([self._digest] if checked.beta else [])]
+        super().__init__(checked, model, processing_class, callbacks=callbacks, **options)
 
     def _init_rewards(self, arguments: GRPOConfig, rewards: Any, tools: Any, environment: Any) -> None:
         if rewards is None and environment is None:

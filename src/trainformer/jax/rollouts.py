@@ -212,8 +212,7 @@ def on_mesh(rows: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, Any]:
         return dict(rows)  # the function copies them itself
     sharding = batch_sharding(mesh)
     return {
-        name: jax.make_array_from_callback(array.shape, sharding, lambda index, array=array: array[index])
-        for name, array in rows.items()
+        name: jax.make_array_from_callback(array.shape, sharding, array.__getitem__) for name, array in rows.items()
     }
 
 
