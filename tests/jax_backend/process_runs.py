@@ -43,7 +43,7 @@ def main(folder: Path, kind: str, options: dict, environment: dict, output_file:
     os.dup2(output, 1)
     os.dup2(output, 2)
     try:
-        (exchange if kind == "exchange" else train)(folder, kind, options)
+        {"exchange": exchange, "grpo": train_with_rewards}.get(kind, train)(folder, kind, options)
     finally:
         atexit._run_exitfuncs()  # jax disconnects here; a forked process skips it
 
@@ -92,6 +92,51 @@ def train(folder: Path, kind: str, options: dict) -> None:
     sharded = [leaf for leaf in jax.tree.leaves(state.params) if not leaf.is_fully_replicated]
     weights = flatten_dict(jax.tree.map(np.asarray, gather_to_host(state.params)), sep="/")
     np.savez(folder / f"result-{kind}.{jax.process_index()}.npz", sharded=len(sharded), **seen, **weights)
+
+
+def train_with_rewards(folder: Path, kind: str, options: dict) -> None:
+    """Train with rewards, which one process gives; the last batch of an epoch is padded."""
+    import jax
+    import numpy as np
+    from flax.traverse_util import flatten_dict
+
+    from trainformer.backends.jax.processes import gather_to_host
+    from trainformer.data.text.tokenizer import train_tokenizer
+    from trainformer.jax import GRPOConfig, GRPOTrainer
+    from trainformer.models.jax import DecoderConfig
+
+    def reward(completion_ids):
+        (folder / f"rewards.{jax.process_index()}").touch()
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    prompts = [{"prompt": "one two three four five six"[: 3 + index]} for index in range(11)]
+    tokenizer = train_tokenizer([row["prompt"] for row in prompts], vocabulary=270)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    arguments = GRPOConfig(
+        total_batch_size=8,
+        num_train_epochs=2,
+        num_generations=2,
+        max_completion_length=4,
+        top_k=3,
+        beta=0.1,
+        num_iterations=2,
+        optimizer="sgd",
+        learning_rate=0.5,
+        output_dir=str(folder / "run"),
+        cache_dir=str(folder / "tokens"),
+        log="none",
+        **options,
+    )
+    model = DecoderConfig(vocab_size=len(tokenizer), initializer_range=0.3, **sizes)
+    given = {"train_dataset": prompts, "eval_dataset": prompts[:3], "reward_funcs": reward}
+    trainer = GRPOTrainer(arguments, model, tokenizer, **given)
+    state = trainer.train()
+    history = [record for record in trainer.state.log_history if "train/reward" in record]
+    seen = {name: [record[f"train/{name}"] for record in history] for name in ("loss", "kl", "reward")}
+    seen |= {"step": trainer.state.step, "eval_reward": trainer.eval()["eval_reward"]}
+    seen["text"] = np.frombuffer("".join(trainer.generate(["one", "three"], 4)).encode(), np.uint8)
+    weights = flatten_dict(jax.tree.map(np.asarray, gather_to_host(state.params)), sep="/")
+    np.savez(folder / f"result-{kind}.{jax.process_index()}.npz", **seen, **weights)
 
 
 def rows_trainer():

@@ -108,6 +108,18 @@ def test_uneven_rows_are_an_error_in_all_processes(tmp_path):
         assert "Use a batch size that is a multiple of 4" in (tmp_path / f"output-{number}.txt").read_text()
 
 
+@pytest.mark.slow
+def test_completions_and_rewards_are_those_of_a_single_process(tmp_path):
+    options = {"logging_steps": 1, "eval_batch_size": 4}
+    (one,), (first, second) = (run(tmp_path / name, n, "grpo", **options) for name, n in (("one", 1), ("two", 2)))
+    assert first["step"] == 4
+    assert len(first["reward"]) == 4
+    assert first["kl"][-1] > 1e-4
+    assert_same(first, one)
+    assert_same(first, second)
+    assert [path.name for path in (tmp_path / "two").glob("rewards.*")] == ["rewards.0"]
+
+
 # -- checkpoints, signals --------------------------------------------------------------------------------------
 
 

@@ -38,7 +38,14 @@ def train(folder: Path) -> None:
 
     from trainformer.callbacks import EarlyStopping, ModelCheckpoint
     from trainformer.data.text.tokenizer import train_tokenizer
-    from trainformer.jax import ImageClassificationTrainer, SFTConfig, SFTTrainer, TrainingArguments
+    from trainformer.jax import (
+        GRPOConfig,
+        GRPOTrainer,
+        ImageClassificationTrainer,
+        SFTConfig,
+        SFTTrainer,
+        TrainingArguments,
+    )
     from trainformer.models.jax import DecoderConfig, ViTConfig, load_model
 
     texts = [{"text": f"{number} and {number} are {2 * number}"} for number in range(16)]
@@ -53,6 +60,13 @@ def train(folder: Path) -> None:
     trainer = SFTTrainer(arguments, model, tokenizer, train_dataset=texts, eval_dataset=texts, callbacks=callbacks)
     trainer.train()
     load_model(trainer.save_pretrained(folder / "saved"))
+    arguments = GRPOConfig(total_batch_size=8, max_steps=1, num_generations=2, max_completion_length=4, log="none")
+    prompts = [{"prompt": row["text"]} for row in texts]
+    options: dict[str, Any] = {
+        "train_dataset": prompts,
+        "reward_funcs": lambda completions: [len(text) for text in completions],
+    }
+    GRPOTrainer(arguments.replace(output_dir=str(folder / "runs/grpo")), str(folder / "saved"), **options).train()
 
     images = np.random.default_rng(0).integers(0, 255, (16, 8, 8, 1), dtype=np.uint8)
     data = {"image": images, "label": np.arange(16) % 2}

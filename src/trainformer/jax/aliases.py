@@ -47,7 +47,12 @@ ALIASES = {
     "wandb_name": "run_name",
 }
 
-_TEXT_ALIASES = {"lmhead_chunksize": "chunk_tokens"}  # of trainers for language models
+# Of trainers for language models.
+_TEXT_ALIASES = {
+    "importance_level": "importance_sampling_level",
+    "lmhead_chunksize": "chunk_tokens",
+    "num_return_sequences": "num_generations",
+}
 _LOGGERS = "report_steps"
 _OPTIONAL = ("custom_scheduler", "lmhead_chunksize")  # None leaves the argument at its default
 
@@ -304,6 +309,7 @@ _KEYWORDS = {
     "model_init": "model",
     "peft_config": "lora",
     "ref_model": "reference_model",
+    "rewards": "reward_funcs",
     "tokenizer": "processing_class",
     "train_data": "dataset_train",
 }

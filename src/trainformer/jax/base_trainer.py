@@ -411,6 +411,10 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
 
         return {Event.LOG: log} if self._overrides("on_log") else {}
 
+    def evaluation_records(self) -> dict[str, dict[str, Any]]:
+        """What to write to ``records.jsonl`` about the latest evaluation besides its metrics, by kind."""
+        return {}
+
     # -- train, evaluate, save -------------------------------------------------------------------------------------
 
     def train(self, ckpt_path: str | Path | None = None) -> Any:

@@ -14,18 +14,15 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
-from trainformer.backends.jax.sharding import make_sharded
 from trainformer.backends.jax.step import VALID
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.core.types import Loss
 from trainformer.data.text.collate import pair_batch
 from trainformer.data.text.prepare import PairEncoder, Pairs, preference_tokens
 from trainformer.jax.arguments import TrainingArguments
-from trainformer.jax.base_trainer import BaseTrainer
-from trainformer.jax.reference import ReferenceDigest, ScoredPairs, Scorer
+from trainformer.jax.reference import ReferenceDigest, ScoredPairs, Scorer, load_reference
 from trainformer.jax.text_trainer import TextArguments, TextTrainer, valid_labels
 from trainformer.jax.trainer_protocol import TrainerConfigureModelOutput
 from trainformer.losses.jax import dpo_loss, orpo_loss, preference_rewards, simpo_loss
@@ -154,7 +151,7 @@ class DPOTrainer(TextTrainer):
         """The model; before training, also the reference log probabilities of all pairs."""
         output = super().configure_model()
         if self._scored:
-            state = output.state if self.reference_model is None else self._load_reference()
+            state = output.state if self.reference_model is None else load_reference(self, self.reference_model)
             lora = getattr(state.model, "lora", None)
             # An adapter can be disabled for the reference, but layers that it replaced (modules_to_save) are lost.
             if self.reference_model is None and self.lora and self.lora.folder and lora and lora.modules_to_save:
@@ -174,14 +171,6 @@ class DPOTrainer(TextTrainer):
             for data in self._scored:
                 scorer(data)
         return output
-
-    def _load_reference(self) -> Any:
-        given = self.reference_model
-        if given is self.model and isinstance(given, nnx.Module):
-            do = "Leave reference_model out."
-            raise BadArgument(expected("a reference_model other than the trained model", "the same object", do))
-        model, key = BaseTrainer.load_model(self, given), jax.random.key(self.arguments.seed)
-        return make_sharded(model, self.prepare_model, optax.identity(), key, self.mesh)
 
     def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
         key = None if self.arguments.disable_dropout else key

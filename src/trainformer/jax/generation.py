@@ -61,7 +61,7 @@ def generate_texts(
                 model,
                 [rows[place] for place in chosen],
                 [limits[place] for place in chosen],
-                seed=[seeds[place] for place in chosen],
+                seed=[seeds[place] % 2**63 for place in chosen],  # as on torch, whose integers have a sign
                 stop_ids=stops,
                 dtype=dtype,
                 **options,

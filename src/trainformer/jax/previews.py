@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.data.text.generation import is_conversation, read_prompt
+from trainformer.data.text.generation import is_conversation
 from trainformer.data.text.sources import load_text
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.generation import SAMPLING, sampling_options

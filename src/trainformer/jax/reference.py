@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from flax import nnx
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -22,11 +23,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from trainformer.backends.jax.compilation import JittedStep
 from trainformer.backends.jax.placement import Placer
 from trainformer.backends.jax.precision import cast_floating, set_compute_dtype
+from trainformer.backends.jax.sharding import make_sharded
 from trainformer.backends.jax.state import TrainState, path_string
-from trainformer.core.errors import DataError
+from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.numpy_loader import NumpySource
 from trainformer.data.text.prepare import Pairs
 from trainformer.data.text.store import StoreView
+from trainformer.jax.base_trainer import BaseTrainer
 from trainformer.utils.files import write_atomically
 
 logger = logging.getLogger("trainformer")
@@ -137,10 +140,24 @@ class Scorer:
         if self._dtype != np.float32:
             set_compute_dtype(model, self._dtype)
         model.eval()
-        for _, layer in nnx.iter_graph(model):
-            if getattr(layer, "lora_a", None) is not None:
-                layer.lora_a = layer.lora_b = nnx.data(None)
-        return self._log_probs(model, batch)
+        return self._log_probs(without_adapter(model), batch)
+
+
+def without_adapter(model: Any) -> Any:
+    """The model with its LoRA matrices removed, in place."""
+    for _, layer in nnx.iter_graph(model):
+        if getattr(layer, "lora_a", None) is not None:
+            layer.lora_a = layer.lora_b = nnx.data(None)
+    return model
+
+
+def load_reference(trainer: Any, given: Any) -> TrainState:
+    """The state of a reference model (a folder, a module, or a function that builds one), on the trainer's mesh."""
+    if given is trainer.model and isinstance(given, nnx.Module):
+        what = "a reference_model other than the trained model"
+        raise BadArgument(expected(what, "the same object", "Leave reference_model out."))
+    model, key = BaseTrainer.load_model(trainer, given), jax.random.key(trainer.arguments.seed)
+    return make_sharded(model, trainer.prepare_model, optax.identity(), key, trainer.mesh)
 
 
 def _cached_scores(path: Path, count: int) -> np.ndarray | None:

@@ -165,7 +165,8 @@ class TextTrainer(BaseTrainer):
     def _inspect_model(self, model: Any) -> None:
         """Set what the data depend on: maximum length and vocabulary size."""
         shape = model if isinstance(model, nnx.Module) else nnx.eval_shape(lambda: model(nnx.Rngs(0)))
-        config = getattr(shape, "config", None)
+        self._config: Any = getattr(shape, "config", None)
+        config = self._config
         self._is_decoder = isinstance(shape, Decoder)
         self.vocab_size: int | None = getattr(config, "vocab_size", None)
         limit = getattr(config, "max_position_embeddings", None)

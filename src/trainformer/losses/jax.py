@@ -125,7 +125,7 @@ def _sum_chunks(sums: Callable[..., RowSums], states: jax.Array, labels: jax.Arr
     def body(carry: RowSums, chunk: tuple[jax.Array, jax.Array]) -> tuple[RowSums, None]:
         return jax.tree.map(jnp.add, carry, sums(*chunk)), None
 
-    chunked = _strided_chunks(states, chunks), _strided_chunks(labels, chunks, IGNORE_INDEX)
+    chunked = strided_chunks(states, chunks), strided_chunks(labels, chunks, IGNORE_INDEX)
     return jax.lax.scan(body, _no_sums(labels), chunked)[0]
 
 
@@ -149,7 +149,7 @@ def _loss_and_gradients(
         (_, rows), (of_states, of_weights) = jax.value_and_grad(loss, (0, 1), has_aux=True)(chunk[0], weights, chunk[1])
         return jax.tree.map(jnp.add, carry, (rows, _as_float32(of_weights))), of_states
 
-    chunked = _strided_chunks(states, chunks), _strided_chunks(labels, chunks, IGNORE_INDEX)
+    chunked = strided_chunks(states, chunks), strided_chunks(labels, chunks, IGNORE_INDEX)
     zeros = [jnp.zeros(weight.shape, jnp.float32) for weight in weights]
     (rows, of_weights), of_states = jax.lax.scan(body, (_no_sums(labels), zeros), chunked)
     gradients = _joined_chunks(of_states, states.shape[1]), _cast_like(of_weights, weights)
@@ -177,7 +177,7 @@ def _cast_like(arrays: list[jax.Array], others: list[jax.Array]) -> list[jax.Arr
     return [array.astype(other.dtype) for array, other in zip(arrays, others, strict=True)]
 
 
-def _strided_chunks(x: jax.Array, count: int, padding: int = 0) -> jax.Array:
+def strided_chunks(x: jax.Array, count: int, padding: int = 0) -> jax.Array:
     """(rows, T, ...) as (count, rows, T / count, ...), each chunk with every n-th position.
 
     So each device of a sequence-sharded mesh has a part of every chunk.
@@ -188,7 +188,7 @@ def _strided_chunks(x: jax.Array, count: int, padding: int = 0) -> jax.Array:
 
 
 def _joined_chunks(x: jax.Array, length: int) -> jax.Array:
-    """The inverse of `_strided_chunks`."""
+    """The inverse of `strided_chunks`."""
     x = jnp.moveaxis(x, 0, 2)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 

@@ -212,7 +212,8 @@ class JaxBackend:
             raise BadArgument("There is no eval_step_fn to evaluate with. Let configure_functions return one.")
         output = self._eval_step(self.state, batch.data)
         if isinstance(self._eval_step, JittedStep):
-            return EvalResult(_pair_entries({"loss": output["loss"], **output["metrics"]}), {})
+            loss = {"loss": output["loss"]} if "loss" in output else {}  # an evaluation by rewards has none
+            return EvalResult(_pair_entries({**loss, **output["metrics"]}), {})
         return EvalResult(_user_entries(output, batch.size, prefix="eval_"), {})
 
     def read(self, scalars: Sequence[Any]) -> list[float]:

@@ -202,9 +202,13 @@ class Prompts(IndexedDataset):
     def __len__(self) -> int:
         return len(self._kept)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def prompt(self, index: int) -> Prompt:
+        """One prompt, with its tokens."""
         place = int(self._kept[normalize_index(index, len(self))])
         found: Prompt = self.records[place]
         ids = tuple(self.store[place]["input_ids"].tolist())
+        return Prompt(found.prompt, ids, found.columns, found.tools, found.options)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
         seeds = sample_rng().integers(0, 2**63 - 1, size=self.generations)
-        return {"prompt": Prompt(found.prompt, ids, found.columns, found.tools, found.options), "seeds": seeds}
+        return {"prompt": self.prompt(index), "seeds": seeds}

@@ -10,7 +10,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "trainformer.models.jax.convnext": ["ConvNext", "ConvNextConfig"],
         "trainformer.models.jax.decoder": ["Decoder", "DecoderConfig"],
-        "trainformer.models.jax.generation": ["Completions", "generate"],
+        "trainformer.models.jax.generation": ["generate"],
         "trainformer.models.jax.huggingface": ["load_model", "model_from_config", "save_model"],
         "trainformer.models.jax.layers": ["constrain"],
         "trainformer.models.jax.lora": ["apply_lora", "load_lora", "merge_lora", "save_lora"],

@@ -53,7 +53,7 @@ class LayerCache:
     """The cache as one layer sees it. `start` is where its new tokens are; None if they are the first."""
 
     def __init__(self, arrays: tuple[jax.Array, jax.Array], layer: jax.Array, cache: KVCache) -> None:
-        self.arrays = arrays
+        self.arrays: tuple[jax.Array, ...] = arrays
         self.start = None if cache.is_empty else cache.length
         self._layer = layer
 

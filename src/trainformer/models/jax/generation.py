@@ -161,7 +161,7 @@ def _limits(model: Decoder, prompts: list[np.ndarray], max_new_tokens: int | Seq
     return [int(limit) for limit in limits]
 
 
-def _inputs(prompts: list[np.ndarray], limits: list[int], rows: int, width: int) -> dict[str, np.ndarray]:
+def _inputs(prompts: list[np.ndarray], limits: list[int], rows: int, width: int) -> dict[str, Any]:
     """Prompts padded on the left, and their limits. Rows beyond the prompts have the limit 0."""
     ids, mask = np.zeros((2, rows, width), np.int32)
     for number, row in enumerate(prompts):

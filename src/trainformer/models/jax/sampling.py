@@ -1,14 +1,14 @@
 """Sampling of tokens: the filters of transformers' `generate`, and draws by the random numbers of each row.
 
 A draw is the inverse of the cumulative distribution at one random number, as on torch. So what is sampled depends on
-the logits and the seed of a row, not on the other rows, and is the same on both.
+the logits and the seed of a row, not on the other rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ class Sampler:
     @classmethod
     def of(cls, options: SamplingOptions) -> Self:
         """A sampler for the options; those that change nothing are left out."""
-        used = {"repetition_penalty": (options.repetition_penalty, 1.0)}
+        used: dict[str, tuple[Any, Any]] = {"repetition_penalty": (options.repetition_penalty, 1.0)}
         if options.temperature > 0:
             used |= {"temperature": (options.temperature, None), "top_k": (options.top_k, None)}
             used |= {"top_p": (options.top_p, 1.0), "min_p": (options.min_p or None, None)}
@@ -51,6 +51,7 @@ class Sampler:
         """Logits with the repetition penalty on the tokens in `seen` (rows, vocabulary)."""
         if self.repetition_penalty is None:
             return logits
+        assert seen is not None
         lowered = jnp.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
         return jnp.where(seen, lowered, logits)
 

@@ -155,6 +155,10 @@ class JaxRun(Run):
         save_assets: Assets = self.owner.save_assets
         return save_assets
 
+    def evaluation_records(self) -> dict[str, dict[str, Any]]:
+        records: dict[str, dict[str, Any]] = self.owner.evaluation_records()
+        return records
+
     def task_handlers(self) -> dict[Event, Any]:
         handlers: dict[Event, Any] = self.owner.listeners()
         return handlers

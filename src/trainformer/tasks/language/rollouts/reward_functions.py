@@ -27,8 +27,8 @@ class RewardFunctions:
     """
 
     def __init__(self, rewards: Any, weights: Sequence[float] | None = None) -> None:
-        self._given = _named(rewards)
-        self.names = list(self._given)
+        self.given = _named(rewards)
+        self.names = list(self.given)
         self.weights = _checked_weights(weights, self.names)
         self._functions: dict[str, RewardFunction] = {}
 
@@ -61,7 +61,7 @@ class RewardFunctions:
         return function(**_accepted(name, function, columns))
 
     def _function(self, name: str) -> RewardFunction:
-        given = self._given[name]
+        given = self.given[name]
         return import_function(given) if isinstance(given, str) and is_function_path(given) else given
 
 

@@ -65,7 +65,7 @@ class Rewards(RewardFunctions):
         return super()._call(name, function, columns, context)
 
     def _function(self, name: str) -> RewardFunction:
-        given = self._given[name]
+        given = self.given[name]
         if isinstance(given, str | Path | nn.Module) and not (isinstance(given, str) and is_function_path(given)):
             return RewardModelFunction(given, self._tokenizer)
         return super()._function(name)
