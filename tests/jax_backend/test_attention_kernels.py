@@ -217,7 +217,9 @@ def test_the_argument_chooses_the_kernel_of_a_run(tmp_path, monkeypatch):
     gathered = trained(tmp_path / "a", attention_kernel="xla")
     assert run_of(gathered).backend.state.model.execution.attention == "xla"
     assert not used
-    np.testing.assert_allclose(losses(gathered), losses(trained(tmp_path / "b", gradient_checkpointing="nothing_saveable")), rtol=1e-5)
+    np.testing.assert_allclose(
+        losses(gathered), losses(trained(tmp_path / "b", gradient_checkpointing="nothing_saveable")), rtol=1e-5
+    )
     assert used
 
 
