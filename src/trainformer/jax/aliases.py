@@ -65,7 +65,7 @@ _ALWAYS_SAVED = "A checkpoint always contains everything that resuming needs."
 _PREVIEWS = "Previews are greedy; set generation_interval and generation_prompts of SFTConfig, or call generate()."
 _BENCHMARKS = "Call your benchmark in a callback, or after training."
 _QUANTIZATION = (
-    "For LoRA on frozen weights in 8 or 4 bits: SFTConfig(quantization='nf4'), or 'int8', and lora=... Quantization-aware "
+    "For LoRA on frozen weights in 8 or 4 bits: SFTConfig(quantization='nf4') and lora=... Quantization-aware "
     "training is available with torch: trainformer.Trainer(qat_recipe=...)."
 )
 _SHARDS = "Every process reads the rows of its devices."

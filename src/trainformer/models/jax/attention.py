@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +102,7 @@ def attend(
     `implementation` is one of `attention_kernels.KERNELS`; where it does not apply, another one is used.
     """
     drops = rate > 0.0 and key is not None
-    given = {"causal": causal, "window": window}
+    given: dict[str, Any] = {"causal": causal, "window": window}
     kernel = choose_kernel(implementation, q, k, masked=segments is not None, drops=drops, **given)
     q = constrain(q, "batch", "sequence", "heads", None)
     if kernel == "ring":
@@ -127,5 +128,11 @@ def attend(
         return jnp.einsum("bnts,bsnh->btnh", dropout(weights, rate, key), v)
     local = None if window is None else (window - 1, 0 if causal else window - 1)
     return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, is_causal=causal, local_window_size=local, implementation=kernel
+        q,
+        k,
+        v,
+        mask=mask,
+        is_causal=causal,
+        local_window_size=local,
+        implementation="cudnn" if kernel == "cudnn" else "xla",
     )
