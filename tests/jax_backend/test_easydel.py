@@ -87,6 +87,7 @@ def test_arguments_can_be_read_under_every_name():
     ("name", "value", "advice"),
     [
         ("quantization_mode", "nf4", "qat_recipe"),
+        ("quantization_config", {"dtype": "nf4"}, "SFTConfig.quantization='nf4'"),
         ("generation_temperature", 0.7, "language models: SFTConfig"),
         ("esurge_page_size", 64, "no such inference engine"),
         ("benchmark_interval", 10, "in a callback"),

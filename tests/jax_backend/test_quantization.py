@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from jax_model_toys import furthest, logits, tokens, torch_logits
 from jax_toys import Crash, CrashAt
 from peft import PeftModel
@@ -19,9 +20,10 @@ from torchao.quantization import MappingType
 from torchao.quantization.quant_primitives import choose_qparams_affine, dequantize_affine, quantize_affine
 from transformers import AutoModelForCausalLM
 
+from trainformer.backends.jax.state import combine, partition, split_model, trainable_paths
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.jax import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-from trainformer.models.jax import apply_lora, load_model, merge_lora
+from trainformer.jax import AutoEasyDeLModelForCausalLM, DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trainformer.models.jax import DecoderConfig, apply_lora, load_model, merge_lora, model_from_config
 from trainformer.models.jax.huggingface import flat_params
 from trainformer.models.jax.lora import quantize_frozen
 from trainformer.models.jax.quantization import QUANTIZATIONS, Quantization, block_size, quantized_matmul
@@ -84,6 +86,31 @@ def test_gradients_pass_through_a_quantized_kernel_and_keep_only_its_codes():
     np.testing.assert_allclose(back(y)[0], y @ wanted.T, rtol=1e-6)
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(back) if hasattr(leaf, "nbytes"))
     assert kept <= codes.nbytes + scales.nbytes
+
+
+@pytest.mark.parametrize("unroll", [1, True])
+def test_the_kernels_of_all_layers_are_never_dequantized_at_once(unroll):
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 2}
+    model = model_from_config(DecoderConfig(vocab_size=32, **sizes))
+    frozen = apply_lora(model, r=2)
+    size = sum(value.nbytes for path, value in flat_params(model).items() if path.endswith("_proj/kernel"))
+    quantize_frozen(model, "nf4")
+    model.configure(unroll=unroll)
+    graph, params, *_ = split_model(model)
+    trained, rest = partition(params, trainable_paths(params, frozen))
+
+    def loss(trained, rest, ids):
+        return jnp.mean(nnx.merge(graph, combine(trained, rest))(ids) ** 2)
+
+    # On CPUs XLA by default computes early what it can, whatever the memory.
+    options = {
+        "xla_cpu_enable_concurrency_optimized_scheduler": False,
+        "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+    }
+    lowered = jax.jit(jax.grad(loss)).lower(trained, rest, jnp.zeros((1, 8), jnp.int32))
+    memory = lowered.compile(compiler_options=options).memory_analysis()
+    assert memory.argument_size_in_bytes < 0.2 * size
+    assert memory.temp_size_in_bytes < 0.3 * size
 
 
 def test_block_sizes_divide_the_inputs():
@@ -225,6 +252,8 @@ def test_dpo_compares_with_the_quantized_model(folder, tmp_path):
 def test_quantized_weights_without_lora_are_refused(folder, tmp_path):
     with pytest.raises(BadArgument, match="Pass lora=LoRAConfig"):
         sft(folder, tmp_path, quantization="nf4", options={"lora": None})
+    with pytest.raises(BadArgument, match="The trainer quantizes weights"):
+        AutoEasyDeLModelForCausalLM.from_pretrained(folder, quantization_config={"dtype": "nf4"})
     with pytest.raises(BadArgument, match="Did you mean 'nf4'"):
         SFTConfig(quantization="nf5")
     with pytest.raises(BadArgument, match="Quantized weights cannot be trained"):

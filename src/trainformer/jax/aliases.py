@@ -71,7 +71,7 @@ _PREVIEWS = "It belongs to trainers of language models: SFTConfig, DPOConfig, GR
 _PENALTIES = "Use generation_repetition_penalty, as in transformers."
 _BENCHMARKS = "Call your benchmark in a callback, or after training."
 _QUANTIZATION = (
-    "For frozen weights in 8 or 4 bits pass quantization='nf4' and lora=... to SFTTrainer or DPOTrainer. Quantization-aware "
+    "For LoRA on frozen weights in 8 or 4 bits: SFTConfig(quantization='nf4') and lora=... Quantization-aware "
     "training is available with torch: trainformer.Trainer(qat_recipe=...)."
 )
 _SHARDS = "Every process reads the rows of its devices."

@@ -91,7 +91,7 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
 
     # Devices and precision
     sharding_array: tuple[int, ...] = (1, -1, 1, 1)  # dp, fsdp, tp, sp; -1: the remaining devices
-    dtype: str = "auto"  # compute dtype: bf16, fp32; auto: bf16 on GPUs and TPUs
+    dtype: str = "auto"  # compute dtype: bf16, fp32, or fp8 (bf16 around fp8 matmuls); auto: bf16 on GPUs and TPUs
     param_dtype: str = "fp32"  # of the stored weights
     gradient_checkpointing: Any = None  # remat policy: nothing_saveable, dots_saveable, ...; None: off
     use_fast_kernels: bool = True  # False: attention_kernel="xla"
@@ -384,9 +384,9 @@ def _cadence(strategy: str, every: int | str | None) -> str | None:
 
 def _dtype_name(name: str, value: Any) -> str:
     short = {"float32": "fp32", "bfloat16": "bf16"}
-    if isinstance(value, str) and value.lower() == "auto":
+    if isinstance(value, str) and value.lower() in ("auto", "fp8"):
         if name == "dtype":
-            return "auto"
+            return value.lower()
         raise BadArgument(expected(f"{name} to be 'bf16' or 'fp32'", value))
     dtype = str(resolve_dtype(value, on="cpu"))
     if dtype not in short:

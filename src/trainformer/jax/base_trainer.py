@@ -60,6 +60,7 @@ from trainformer.jax.validation import (
     state_on_mesh,
     warn_unused_optimizer_arguments,
 )
+from trainformer.models.jax.fp8 import check_fp8_device
 from trainformer.run.fit import fit
 from trainformer.run.jax.run import JaxRun, JaxSettings
 from trainformer.utils.console import PipeConsole
@@ -133,6 +134,8 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
             what = "total_batch_size=%d: gradients of %d micro-batches of %d rows per data shard are accumulated"
             logger.info(what, sizes.total, sizes.accumulation, sizes.per_device)
         self.dtype = resolve_dtype(arguments.dtype)
+        if arguments.dtype == "fp8":
+            check_fp8_device(self.mesh.devices.flat[0])
         self._model = model
         self._initial_state = model_state
         self._state: Any = None
@@ -187,7 +190,8 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
         values = arguments.run_settings(sizes, self.steps_per_epoch)
         if loaders.max_training_steps is not None:
             values["max_steps"] = loaders.max_training_steps
-        values |= {"precision": self.dtype.name, "sharding_array": tuple(self.mesh.shape.values())}
+        precision = arguments.dtype if arguments.dtype == "fp8" else self.dtype.name
+        values |= {"precision": precision, "sharding_array": tuple(self.mesh.shape.values())}
         chosen = arguments.metric_for_best_model is not None
         values["monitor_metric"] = monitored_metric(values["monitor_metric"], vals, chosen)
         settings = JaxSettings(**{name: value for name, value in values.items() if name in JaxSettings.defaults()})
@@ -341,10 +345,12 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
                 attention=arguments.attention_kernel if arguments.use_fast_kernels else "xla",
                 # All layers on a single GPU (about 30 % faster), else none, which compiles faster.
                 unroll=(True if is_single_gpu else 1) if asked is None else asked,
+                fp8=arguments.dtype == "fp8",
             )
-        elif arguments.attention_kernel != "auto":
-            do = "It configures the models of trainformer.models.jax; your module computes attention itself."
-            raise BadArgument(expected("no attention_kernel for this model", arguments.attention_kernel, do))
+        elif arguments.attention_kernel != "auto" or arguments.dtype == "fp8":
+            name = "dtype" if arguments.dtype == "fp8" else "attention_kernel"
+            do = "It configures the models of trainformer.models.jax only."
+            raise BadArgument(expected(f"no {name} like this for {type(model).__name__}", getattr(arguments, name), do))
         return model
 
     def configure_functions(self) -> TrainerConfigureFunctionOutput:

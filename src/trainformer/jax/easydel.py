@@ -8,6 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from trainformer.core.errors import BadArgument, expected
+
 
 class EasyDeLOptimizers(StrEnum):
     """Optimizers by name.
@@ -41,7 +43,9 @@ class AutoEasyDeLModelForCausalLM:
     """Opens causal language models in HuggingFace format."""
 
     @staticmethod
-    def from_pretrained(folder: str | Path, *, dtype: Any = jnp.float32, param_dtype: Any = None) -> Any:
+    def from_pretrained(
+        folder: str | Path, *, dtype: Any = jnp.float32, param_dtype: Any = None, quantization_config: Any = None
+    ) -> Any:
         """The model of a folder or hub name, with its weights in `param_dtype` (default: `dtype`).
 
         The dtype of the computation is that of the training arguments.
@@ -50,4 +54,7 @@ class AutoEasyDeLModelForCausalLM:
         """
         from trainformer.models.jax import load_model
 
+        if quantization_config is not None:
+            do = "The trainer quantizes weights: SFTTrainer(SFTConfig(quantization='nf4'), model=folder, lora=...)."
+            raise BadArgument(expected("no quantization_config", quantization_config, do))
         return load_model(folder, dtype=dtype if param_dtype is None else param_dtype)

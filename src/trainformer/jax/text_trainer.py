@@ -146,6 +146,9 @@ class TextTrainer(BaseTrainer):
         self.base_folder = str(model) if isinstance(model, (str, Path)) else None
         self._frozen: list[str] = []
         self._adapted: Any = None
+        if self.lora is not None and self.arguments.dtype == "fp8":
+            do = "Pass dtype='bf16': fp8 makes the gradients of weights cheaper, and these are frozen."
+            raise BadArgument(expected("fp8 without lora", "both", do))
         if model_state is None:
             if self.arguments.quantization is not None and self.lora is None:
                 do = "Pass lora=LoRAConfig(...): quantized weights are frozen, and LoRA is what is trained."

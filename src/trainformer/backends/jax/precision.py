@@ -23,6 +23,7 @@ _DTYPES: dict[str, Any] = {
     "bfloat16": jnp.bfloat16,
     "fp16": jnp.float16,
     "float16": jnp.float16,
+    "fp8": jnp.bfloat16,  # around fp8 matmuls
 }
 _EXACT = re.compile(r"\bkernel_scale\b")
 _CHOICES = f"Use one of {', '.join(['auto', *_DTYPES])}."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -57,7 +59,7 @@ def attend(
     `attention_kernels.KERNELS`; where it does not apply, another one is used.
     """
     drops = rate > 0.0 and key is not None
-    given = {"causal": causal, "window": window}
+    given: dict[str, Any] = {"causal": causal, "window": window}
     kernel = "xla"
     if start is None:
         features = {"masked": segments is not None, "drops": drops, "caps": softcap is not None}
@@ -103,7 +105,7 @@ def attend(
         scale=scale,
         is_causal=given["causal"],
         local_window_size=local,
-        implementation=kernel,
+        implementation="cudnn" if kernel == "cudnn" else "xla",
     )
 
 

@@ -21,6 +21,7 @@ from trainformer.core.errors import BadArgument, expected
 from trainformer.models.jax.attention import attend
 from trainformer.models.jax.attention_kernels import KERNELS
 from trainformer.models.jax.cache import KVCache, LayerCache
+from trainformer.models.jax.fp8 import is_aligned
 from trainformer.models.jax.layers import (
     ACTIVATIONS,
     NORMS,
@@ -347,11 +348,24 @@ class Model(nnx.Module):
         self.lora: LoraSettings | None = None
 
     def configure(
-        self, remat: Callable[..., Any] | None = None, attention: str = "auto", unroll: int | bool = 1
+        self,
+        remat: Callable[..., Any] | None = None,
+        attention: str = "auto",
+        unroll: int | bool = 1,
+        fp8: bool = False,
     ) -> None:
-        """Set the remat policy, the attention kernel, and the number of layers per scan iteration (True: all)."""
+        """Set the remat policy, the attention kernel, and the number of layers per scan iteration (True: all).
+
+        With `fp8` the linear layers inside the blocks multiply in fp8, those whose sizes are multiples of 16.
+        """
         # Stored as a number: a compilation cache would treat True and 1 as equal.
         self.execution = Execution(remat, attention, self.config.num_hidden_layers if unroll is True else unroll)
+        linear = {path: layer for path, layer in nnx.iter_graph(self) if isinstance(layer, Linear) and "layers" in path}
+        for layer in linear.values():
+            layer.fp8 = fp8 and is_aligned(layer.kernel)
+        if fp8 and not any(layer.fp8 for layer in linear.values()):
+            what = "linear layers whose sizes are multiples of 16 for fp8"
+            raise BadArgument(expected(what, f"a {type(self).__name__} without any", "Pass dtype='bf16'."))
 
     def save_pretrained(self, folder: str | os.PathLike[str], params: Mapping[str, Any] | None = None) -> Path:
         """Write ``config.json`` and ``model.safetensors`` for transformers; `params` replace the model's own."""

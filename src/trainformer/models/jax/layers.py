@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.models.jax.fp8 import fp8_matmul
 from trainformer.models.jax.quantization import Quantization, quantized_matmul
 
 Key = jax.Array | None
@@ -58,12 +59,14 @@ class Linear(nnx.Module):
         self.lora_dropout = 0.0
         self.kernel_scale: Any = nnx.data(None)
         self.quantization: Quantization | None = None
+        self.fp8 = False
 
     def __call__(self, x: jax.Array, key: Key = None) -> jax.Array:
-        if self.quantization is None:
-            y = x @ self.kernel[...].astype(x.dtype)
-        else:
+        if self.quantization is not None:
             y = quantized_matmul(x, self.kernel[...], self.kernel_scale[...], self.quantization)
+        else:
+            kernel = self.kernel[...].astype(x.dtype)
+            y = fp8_matmul(x, kernel) if self.fp8 else x @ kernel
         if self.bias is not None:
             y = y + self.bias[...].astype(x.dtype)
         if self.lora_a is not None:

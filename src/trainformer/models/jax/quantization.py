@@ -87,6 +87,9 @@ def block_size(inputs: int) -> int:
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def quantized_matmul(x: jax.Array, codes: jax.Array, scales: jax.Array, quantization: Quantization) -> jax.Array:
     """``x @ kernel``. Autodiff would keep the dequantized kernel of every layer for the backward pass."""
+    # The barriers make XLA dequantize right before the product: not earlier, and not once for both passes. Else the
+    # kernels of all layers would be in memory at once if the layers are unrolled.
+    x, codes, scales = jax.lax.optimization_barrier((x, codes, scales))
     return x @ quantization.dequantize(codes, scales, x.dtype)
 
 
@@ -95,7 +98,8 @@ def _forward(x: jax.Array, codes: jax.Array, scales: jax.Array, quantization: Qu
 
 
 def _backward(quantization: Quantization, saved: Any, d_y: jax.Array) -> tuple[jax.Array, None, None]:
-    return d_y @ quantization.dequantize(*saved, d_y.dtype).T, None, None
+    codes, scales, d_y = jax.lax.optimization_barrier((*saved, d_y))
+    return d_y @ quantization.dequantize(codes, scales, d_y.dtype).T, None, None
 
 
 quantized_matmul.defvjp(_forward, _backward)

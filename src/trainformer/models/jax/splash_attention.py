@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
@@ -29,8 +30,9 @@ def splash_attention(
     """
     length, width = q.shape[1], q.shape[3]
     block = next(size for size in _BLOCKS if length % size == 0)
-    fused = dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block)
-    sizes = splash.BlockSizes(**fused)
+    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    blocks: dict[str, Any] = dict.fromkeys(names, block)
+    sizes = splash.BlockSizes(**blocks)
     mask: splash.Mask = splash.CausalMask((length, length)) if causal else splash.FullMask((length, length))
     if window is not None:
         sides = (window - 1, 0 if causal else window - 1)
