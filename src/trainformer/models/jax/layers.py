@@ -68,7 +68,11 @@ class Embedding(nnx.Module):
         self.embedding = nnx.Param(scale * jax.random.normal(rngs.params(), (rows, width)))
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        return jnp.take(self.embedding[...], ids, axis=0)
+        """The rows of some tokens (batch, sequence)."""
+        # Looked up where the columns are, and then exchanged between the devices of fsdp: left to itself, the compiler
+        # also shards columns over other axes, and replicates the activation on its way from there to sharded rows.
+        rows = jnp.take(self.embedding[...], constrain(ids, "replica", "sequence"), axis=0)
+        return constrain(rows, "replica", "sequence", "columns")
 
     def logits(self, x: jax.Array) -> jax.Array:
         """The tied output layer of a language model."""
@@ -120,7 +124,14 @@ def key_source(key: Key) -> Iterator[Key]:
 
 # -- sharding constraints --------------------------------------------------------------------------------------------
 
-_MESH_AXES = {"batch": ("dp", "fsdp"), "sequence": ("sp",), "heads": ("tp",), "features": ("tp",)}
+_MESH_AXES = {
+    "batch": ("dp", "fsdp"),
+    "sequence": ("sp",),
+    "heads": ("tp",),
+    "features": ("tp",),
+    "replica": ("dp",),  # the rows of a batch where fsdp shards columns of weights
+    "columns": ("fsdp",),
+}
 
 
 def axis_size(name: str) -> int:
