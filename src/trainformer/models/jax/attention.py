@@ -1,59 +1,13 @@
-"""Attention over (batch, sequence, heads, head_dim): masks, rotary position embeddings, and the choice of kernel."""
+"""Attention over (batch, sequence, heads, head_dim): segments and positions, masks, and the choice of kernel."""
 
 from __future__ import annotations
-
-import math
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from trainformer.core.errors import BadArgument, expected
 from trainformer.models.jax.layers import Key, axis_size, dropout
 
 IMPLEMENTATIONS = ("xla", "cudnn")
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embeddings: the base, and the scaling for longer contexts ("linear" or "llama3")."""
-
-    theta: float = 10_000.0
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_positions: int = 8192
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("default", "linear", "llama3"):
-            do = "The JAX models support 'default', 'linear' and 'llama3'."
-            raise BadArgument(expected("a supported rotary scaling (rope_type)", self.kind, do))
-
-    def frequencies(self, width: int) -> jax.Array:
-        """One frequency per pair of features, in float32."""
-        base = 1.0 / (self.theta ** (jnp.arange(0, width, 2, dtype=jnp.float32) / width))
-        if self.kind == "linear":
-            return base / self.factor
-        if self.kind == "llama3":
-            # Keep high frequencies, scale low ones, and interpolate between the two limits.
-            turns = self.original_positions * base / (2 * math.pi)
-            blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-            blend = jnp.clip(blend, 0.0, 1.0)
-            return base / self.factor * (1 - blend) + base * blend
-        return base
-
-    def tables(self, positions: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-        """Cosines and sines (batch, sequence, 1, width / 2)."""
-        angles = positions[..., None, None].astype(jnp.float32) * self.frequencies(width)
-        return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Apply rotary embeddings to (first half, second half) pairs, as in HF checkpoints."""
-    cos, sin = tables
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def segments_of(attention_mask: jax.Array | None, segment_ids: jax.Array | None) -> jax.Array | None:
@@ -89,17 +43,20 @@ def attend(
     *,
     causal: bool = True,
     window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
     implementation: str = "xla",
     rate: float = 0.0,
     key: Key = None,
 ) -> jax.Array:
     """Softmax attention in float32; `k` and `v` may have fewer heads. `window` includes the token itself, as in HF.
 
-    cuDNN is used only where it is supported: 16-bit dtypes, no dropout, no sequence sharding, even lengths with a mask.
+    `scale` of the logits is by default ``head_dim ** -0.5``; `softcap` bounds them by a tanh. cuDNN is used only where it
+    is supported: 16-bit dtypes, no dropout, no softcap, no sequence sharding, even lengths with a mask.
     """
     mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
-    if rate > 0.0 and key is not None:
-        # With dropout on the weights, which `jax.nn.dot_product_attention` lacks.
+    if softcap is not None or (rate > 0.0 and key is not None):
+        # Softcap and dropout on the weights, which `jax.nn.dot_product_attention` lacks.
         distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])[None, :]
         visible = distance >= 0 if causal else jnp.ones_like(distance, dtype=jnp.bool_)
         if window is not None:
@@ -107,7 +64,10 @@ def attend(
         visible = visible[None, None] if mask is None else mask & visible
         groups = q.shape[2] // k.shape[2]
         k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
-        logits = jnp.einsum("btnh,bsnh->bnts", q, k).astype(jnp.float32) / math.sqrt(q.shape[-1])
+        logits = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
+        logits = logits * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if softcap is not None:
+            logits = softcap * jnp.tanh(logits / softcap)
         weights = jax.nn.softmax(jnp.where(visible, logits, jnp.finfo(jnp.float32).min), axis=-1).astype(q.dtype)
         return jnp.einsum("bnts,bsnh->btnh", dropout(weights, rate, key), v)
     fast = implementation == "cudnn" and q.dtype in (jnp.bfloat16, jnp.float16) and axis_size("sp") == 1
@@ -115,5 +75,12 @@ def attend(
         fast = False
     local = None if window is None else (window - 1, 0 if causal else window - 1)
     return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, is_causal=causal, local_window_size=local, implementation="cudnn" if fast else "xla"
+        q,
+        k,
+        v,
+        mask=mask,
+        scale=scale,
+        is_causal=causal,
+        local_window_size=local,
+        implementation="cudnn" if fast else "xla",
     )

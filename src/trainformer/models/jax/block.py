@@ -1,23 +1,26 @@
 """The transformer block that the decoder and the Vision Transformer share, the scan over its layers, and `Model`.
 
-Blocks are pre-norm (attention, then feed-forward), with weights stacked over layers. `Execution` says how a model
-computes: remat policy, attention kernel, unrolled layers.
+A block is attention and feed-forward with norms before or after them, or both. Weights are stacked over layers; layers
+of different kinds (window, rotary embeddings) are compiled once per pattern. `Execution` says how a model computes:
+remat policy, attention kernel, unrolled layers.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.models.jax.attention import IMPLEMENTATIONS, attend, rotate
+from trainformer.models.jax.attention import IMPLEMENTATIONS, attend
 from trainformer.models.jax.layers import (
     ACTIVATIONS,
     NORMS,
@@ -28,6 +31,7 @@ from trainformer.models.jax.layers import (
     dropout,
     key_source,
 )
+from trainformer.models.jax.rope import Tables, rotate
 
 Rules = tuple[tuple[str, tuple], ...]
 
@@ -43,9 +47,25 @@ BLOCK_RULES: Rules = (
 )
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+NORM_PLACEMENTS = ("pre", "post", "both")
+
+
+class LayerKind(NamedTuple):
+    """What may differ between the layers of a stack: the window, and which rotary embeddings (None: no positions)."""
+
+    window: int | None = None
+    rope: int | None = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """Configuration of a block, named as in HF configs where possible."""
+    """Configuration of a block, named as in HF configs where possible.
+
+    `layer_types` says which layers use `sliding_window` ("sliding_attention" or "full_attention"; None: all).
+    `norm_placement` is "pre" (of attention and feed-forward), "post" (of their outputs) or "both". `qk_norm_whole`
+    normalises over all heads together. `qkv_interleaved` orders a fused projection by heads, as GPT-NeoX.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -56,14 +76,22 @@ class BlockConfig:
     hidden_act: str = "silu"
     norm: str = "rms"
     norm_eps: float = 1e-6
+    norm_placement: str = "pre"
+    parallel_residual: bool = False
     gated: bool = True
+    fused_gate_up: bool = False
     fused_qkv: bool = False
+    qkv_interleaved: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     causal: bool = True
     sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | None = None
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     initializer_range: float = 0.02
@@ -76,6 +104,14 @@ class BlockConfig:
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             what = f"hidden_size to be a multiple of num_attention_heads ({self.num_attention_heads})"
             raise BadArgument(expected(what, self.hidden_size, "Change one of them, or give head_dim."))
+        if self.norm_placement not in NORM_PLACEMENTS:
+            raise BadArgument(expected(f"norm_placement to be one of {', '.join(NORM_PLACEMENTS)}", self.norm_placement))
+        types = self.layer_types or ()
+        if not set(types) <= {SLIDING, FULL} or (self.layer_types and len(types) < self.num_hidden_layers):
+            what = f"layer_types of {self.num_hidden_layers} layers, each {SLIDING!r} or {FULL!r}"
+            raise BadArgument(expected(what, list(types)))
+        if SLIDING in types and self.sliding_window is None:
+            raise BadArgument(expected(f"a sliding_window, since layer_types has {SLIDING!r}", None))
 
     @property
     def kv_heads(self) -> int:
@@ -84,6 +120,16 @@ class BlockConfig:
     @property
     def head_width(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_scale(self) -> float:
+        return (self.query_pre_attn_scalar or self.head_width) ** -0.5
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        types = (self.layer_types or (SLIDING,) * self.num_hidden_layers)[: self.num_hidden_layers]
+        return tuple(LayerKind(self.sliding_window if kind == SLIDING else None) for kind in types)
 
 
 @dataclass(frozen=True)
@@ -119,19 +165,36 @@ class Attention(nnx.Module):
             self.v_proj = Linear(size, kv * width, bias=bias, **shared)
         self.o_proj = Linear(heads * width, size, bias=config.output_bias, **shared)
         if config.qk_norm:
-            self.q_norm = NORMS[config.norm](width, config.norm_eps, stack)
-            self.k_norm = NORMS[config.norm](width, config.norm_eps, stack)
+            widths = (heads * width, kv * width) if config.qk_norm_whole else (width, width)
+            self.q_norm, self.k_norm = (NORMS[config.norm](size, config.norm_eps, stack) for size in widths)
 
-    def __call__(self, x: jax.Array, segments: Any, rope: Any, execution: Execution, key: Key) -> jax.Array:
+    def _projections(self, x: jax.Array, keys: Iterator[Key]) -> Sequence[jax.Array]:
+        """Queries, keys and values (batch, sequence, heads * head_dim)."""
+        config = self.config
+        if not config.fused_qkv:
+            return [proj(x, next(keys)) for proj in (self.q_proj, self.k_proj, self.v_proj)]
+        fused, width = self.qkv_proj(x, next(keys)), config.head_width
+        if config.qkv_interleaved:
+            by_head = fused.reshape(*x.shape[:-1], config.num_attention_heads, 3 * width)
+            return [part.reshape(*x.shape[:-1], -1) for part in jnp.split(by_head, 3, axis=-1)]
+        heads, kv = config.num_attention_heads, config.kv_heads
+        return jnp.split(fused, [heads * width, (heads + kv) * width], axis=-1)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        segments: Any,
+        rope: Tables | None,
+        execution: Execution,
+        key: Key,
+        window: int | None = None,
+    ) -> jax.Array:
         config, keys = self.config, key_source(key)
-        if config.fused_qkv:
-            width, kv = config.head_width, config.kv_heads
-            ends = [config.num_attention_heads * width, (config.num_attention_heads + kv) * width]
-            q, k, v = jnp.split(self.qkv_proj(x, next(keys)), ends, axis=-1)
-        else:
-            q, k, v = (proj(x, next(keys)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self._projections(x, keys)
+        if config.qk_norm and config.qk_norm_whole:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (part.reshape(*part.shape[:-1], -1, config.head_width) for part in (q, k, v))
-        if config.qk_norm:
+        if config.qk_norm and not config.qk_norm_whole:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
@@ -144,7 +207,9 @@ class Attention(nnx.Module):
             v,
             segments,
             causal=config.causal,
-            window=config.sliding_window,
+            window=window,
+            scale=config.attention_scale,
+            softcap=config.attn_logit_softcapping,
             implementation=execution.attention,
             rate=config.attention_dropout,
             key=next(keys),
@@ -157,14 +222,22 @@ class FeedForward(nnx.Module):
         shared: dict[str, Any] = {"rngs": rngs, "stack": stack, "scale": config.initializer_range}
         size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.activation = config.hidden_act
-        self.gate_proj = nnx.data(Linear(size, inner, bias=bias, **shared) if config.gated else None)
-        self.up_proj = Linear(size, inner, bias=bias, **shared)
+        self.fused = config.gated and config.fused_gate_up
+        if self.fused:
+            self.gate_up_proj = Linear(size, 2 * inner, bias=bias, **shared)
+        else:
+            self.gate_proj = nnx.data(Linear(size, inner, bias=bias, **shared) if config.gated else None)
+            self.up_proj = Linear(size, inner, bias=bias, **shared)
         self.down_proj = Linear(inner, size, bias=bias, **shared)
 
     def __call__(self, x: jax.Array, key: Key) -> jax.Array:
         keys, act = key_source(key), ACTIVATIONS[self.activation]
-        up = self.up_proj(x, next(keys))
-        inner = act(up) if self.gate_proj is None else act(self.gate_proj(x, next(keys))) * up
+        if self.fused:
+            gate, up = jnp.split(self.gate_up_proj(x, next(keys)), 2, axis=-1)
+            inner = act(gate) * up
+        else:
+            up = self.up_proj(x, next(keys))
+            inner = act(up) if self.gate_proj is None else act(self.gate_proj(x, next(keys))) * up
         inner = constrain(inner, "batch", "sequence", "features")
         return self.down_proj(inner, next(keys))
 
@@ -173,34 +246,119 @@ class Block(nnx.Module):
     """One layer, or a stack of layers; only a slice of a stack can be called."""
 
     def __init__(self, config: BlockConfig, rngs: nnx.Rngs, stack: tuple[int, ...]) -> None:
-        self.rate = config.hidden_dropout
-        self.input_norm = NORMS[config.norm](config.hidden_size, config.norm_eps, stack)
-        self.attention = Attention(config, rngs, stack)
-        self.post_norm = NORMS[config.norm](config.hidden_size, config.norm_eps, stack)
-        self.mlp = FeedForward(config, rngs, stack)
+        self.config = config
 
-    def __call__(self, x: jax.Array, segments: Any, rope: Any, execution: Execution, key: Key) -> jax.Array:
-        keys = key_source(key)
-        mixed = self.attention(self.input_norm(x), segments, rope, execution, next(keys))
-        x = x + dropout(mixed, self.rate, next(keys))
-        x = x + dropout(self.mlp(self.post_norm(x), next(keys)), self.rate, next(keys))
+        def norm(*placements: str) -> Any:
+            has = config.norm_placement in placements
+            return nnx.data(NORMS[config.norm](config.hidden_size, config.norm_eps, stack) if has else None)
+
+        self.input_norm = norm("pre", "both")
+        self.attention = Attention(config, rngs, stack)
+        self.attention_output_norm = norm("post", "both")
+        self.post_norm = norm("pre", "both")
+        self.mlp = FeedForward(config, rngs, stack)
+        self.mlp_output_norm = norm("post", "both")
+
+    def __call__(
+        self,
+        x: jax.Array,
+        segments: Any,
+        rope: Tables | None,
+        execution: Execution,
+        key: Key,
+        window: int | None = None,
+    ) -> jax.Array:
+        keys, rate = key_source(key), self.config.hidden_dropout
+        mixed = self.attention(_normed(x, self.input_norm), segments, rope, execution, next(keys), window)
+        between = x + dropout(_normed(mixed, self.attention_output_norm), rate, next(keys))
+        source = x if self.config.parallel_residual else between
+        inner = self.mlp(_normed(source, self.post_norm), next(keys))
+        x = between + dropout(_normed(inner, self.mlp_output_norm), rate, next(keys))
         return constrain(x, "batch", "sequence", None)
 
 
-def run_layers(layers: Block, x: jax.Array, segments: Any, rope: Any, execution: Execution, key: Key) -> jax.Array:
-    """Apply all layers of the stack in a scan, each with its own key."""
-    graph, weights = nnx.split(layers)
-    depth = jax.tree.leaves(weights)[0].shape[0]
+def _normed(x: jax.Array, norm: Callable[[jax.Array], jax.Array] | None) -> jax.Array:
+    return x if norm is None else norm(x)
 
-    def one(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
+
+# -- layers ----------------------------------------------------------------------------------------------------------
+
+
+def layer_groups(kinds: Sequence[LayerKind]) -> list[tuple[tuple[LayerKind, ...], int]]:
+    """Layers as patterns with repetitions, so that each pattern is compiled once.
+
+    It is the shortest pattern that repeats over all layers and a rest, or runs of equal layers: whichever compiles fewer.
+
+    >>> local, whole = LayerKind(window=4), LayerKind()
+    >>> [(len(pattern), count) for pattern, count in layer_groups([local, local, whole] * 8 + [local] * 2)]
+    [(3, 8), (1, 2)]
+    >>> [(len(pattern), count) for pattern, count in layer_groups([whole] * 28 + [local] * 8)]
+    [(1, 28), (1, 8)]
+    """
+    kinds = tuple(kinds)
+    runs = _runs(kinds)
+    for size in range(1, len(kinds)):
+        if size >= len(runs):
+            break
+        count = len(kinds) // size
+        if kinds[: size * count] == kinds[:size] * count and kinds[size * count :] == kinds[: len(kinds) % size]:
+            periodic = [(kinds[:size], count), *_runs(kinds[size * count :])]
+            return min(periodic, runs, key=lambda groups: sum(len(pattern) for pattern, _ in groups))
+    return runs
+
+
+def _runs(kinds: Sequence[LayerKind]) -> list[tuple[tuple[LayerKind, ...], int]]:
+    return [((kind,), len(list(same))) for kind, same in groupby(kinds)]
+
+
+def scan_layers(
+    step: Callable[[Any, Any, LayerKind], tuple[Any, Any]],
+    x: Any,
+    stacked: Any,
+    kinds: Sequence[LayerKind],
+    unroll: int = 1,
+) -> tuple[Any, Any]:
+    """`jax.lax.scan` of ``step(x, layer, kind) -> (x, output)`` over stacked layers; outputs are stacked as well.
+
+    `unroll` is the number of layers per iteration; a pattern of several kinds is never split. Weights of layers outside
+    the repeated pattern are sliced off, which copies the stack once per step.
+    """
+    outputs, start = [], 0
+    for pattern, count in layer_groups(kinds):
+        size, end = len(pattern), start + len(pattern) * count
+
+        def body(x: Any, layers: Any, pattern: tuple[LayerKind, ...] = pattern) -> tuple[Any, Any]:
+            made = []
+            for number, kind in enumerate(pattern):
+                x, output = step(x, jax.tree.map(itemgetter(number), layers), kind)
+                made.append(output)
+            return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *made)
+
+        part = jax.tree.map(lambda leaf: leaf[start:end].reshape(count, size, *leaf.shape[1:]), stacked)  # noqa: B023
+        x, output = jax.lax.scan(body, x, part, unroll=min(count, -(-unroll // size)))
+        outputs.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), output))
+        start = end
+    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
+
+
+def run_layers(
+    layers: Block, x: jax.Array, segments: Any, ropes: Sequence[Tables] | None, execution: Execution, key: Key
+) -> jax.Array:
+    """Apply all layers of the stack in a scan, each with its own key. `ropes` are the rotary tables that kinds name."""
+    graph, weights = nnx.split(layers)
+    kinds = layers.config.layer_kinds
+
+    def one(x: jax.Array, layer: tuple[Any, jax.Array], kind: LayerKind) -> tuple[jax.Array, None]:
         weights, number = layer
         own = None if key is None else jax.random.fold_in(key, number)
-        return nnx.merge(graph, weights)(x, segments, rope, execution, own), None
+        rope = None if ropes is None or kind.rope is None else ropes[kind.rope]
+        return nnx.merge(graph, weights)(x, segments, rope, execution, own, kind.window), None
 
     if execution.remat is not None:
-        # A scan already prevents common subexpression elimination; the extra barrier would only cost time.
-        one = jax.checkpoint(one, policy=execution.remat, prevent_cse=execution.unroll > 1)
-    x, _ = jax.lax.scan(one, x, (weights, jnp.arange(depth)), unroll=execution.unroll)
+        # A loop already prevents common subexpression elimination; the extra barrier would only cost time.
+        loops = execution.unroll == 1 and all(count > 1 for _, count in layer_groups(kinds))
+        one = jax.checkpoint(one, policy=execution.remat, prevent_cse=not loops, static_argnums=2)
+    x, _ = scan_layers(one, x, (weights, jnp.arange(len(kinds))), kinds, execution.unroll)
     return x
 
 

@@ -1,4 +1,4 @@
-"""One decoder for the Llama family (Llama, Mistral, Qwen2, Qwen3) and GPT-2, distinguished by configuration.
+"""One decoder for all families (Llama, Qwen, Gemma, Phi-3, OLMo 2, GPT-2, ...), distinguished by configuration.
 
 It has no RNG state and no KV cache: the PRNG key for dropout is an argument. HF folders are in `huggingface`.
 """
@@ -14,14 +14,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.models.jax.attention import Rope, positions_of, segments_of
-from trainformer.models.jax.block import BLOCK_RULES, Block, BlockConfig, Model, Rules, run_layers
+from trainformer.models.jax.attention import positions_of, segments_of
+from trainformer.models.jax.block import BLOCK_RULES, Block, BlockConfig, LayerKind, Model, Rules, run_layers
 from trainformer.models.jax.layers import NORMS, Embedding, Key, Linear, constrain, dropout, key_source
+from trainformer.models.jax.rope import Rope
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(BlockConfig):
     """Configuration of a decoder. ``rope=None`` means learned positions. `source` is the original ``config.json`` text.
+
+    `local_rope` is used by layers with a sliding window instead of `rope`. `no_rope_layers` has a 0 for each layer
+    without positions and a 1 for the others, as in HF. `embedding_scale` multiplies the embeddings.
 
     >>> DecoderConfig(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
     ...     num_attention_heads=4).head_width
@@ -32,9 +36,38 @@ class DecoderConfig(BlockConfig):
     model_type: str = "llama"
     max_position_embeddings: int = 2048
     rope: Rope | None = field(default_factory=Rope)
+    local_rope: Rope | None = None
+    no_rope_layers: tuple[int, ...] | None = None
     tie_word_embeddings: bool = False
     embedding_dropout: float = 0.0
+    embedding_scale: float = 1.0
+    final_logit_softcapping: float | None = None
     source: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for rope in self.ropes:
+            rope.check(self.head_width)
+        if self.no_rope_layers is not None and len(self.no_rope_layers) < self.num_hidden_layers:
+            what = f"no_rope_layers of {self.num_hidden_layers} layers"
+            raise BadArgument(expected(what, list(self.no_rope_layers)))
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotary embeddings that `LayerKind.rope` indexes."""
+        return tuple(rope for rope in (self.rope, self.local_rope) if rope is not None)
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        kinds = super().layer_kinds
+        if self.local_rope is not None:
+            kinds = tuple(kind._replace(rope=int(kind.window is not None)) for kind in kinds)
+        if self.no_rope_layers is not None:
+            kinds = tuple(
+                kind if used else kind._replace(rope=None)
+                for kind, used in zip(kinds, self.no_rope_layers, strict=False)
+            )
+        return kinds
 
 
 class Decoder(Model):
@@ -93,16 +126,20 @@ class Decoder(Model):
         if position_ids is None:
             position_ids = positions_of(input_ids.shape, attention_mask, segment_ids)
         x = self.embed_tokens(input_ids)
+        if config.embedding_scale != 1.0:
+            x = x * jnp.asarray(config.embedding_scale, x.dtype)
         if self.embed_positions is not None:
             x = x + self.embed_positions(position_ids)
         x = constrain(dropout(x, config.embedding_dropout, next(keys)), "batch", "sequence", None)
-        tables = None if config.rope is None else config.rope.tables(position_ids, config.head_width)
+        tables = [rope.tables(position_ids, config.head_width) for rope in config.ropes] or None
         segments = segments_of(attention_mask, segment_ids)
         return self.norm(run_layers(self.layers, x, segments, tables, self.execution, next(keys)))
 
     def head(self, states: jax.Array) -> jax.Array:
         """Logits in the dtype of the hidden states; cast them before a softmax."""
         logits = self.embed_tokens.logits(states) if self.lm_head is None else self.lm_head(states)
+        if self.config.final_logit_softcapping is not None:
+            logits = self.config.final_logit_softcapping * jnp.tanh(logits / self.config.final_logit_softcapping)
         return constrain(logits, "batch", "sequence", "features")
 
     def _check(self, input_ids: jax.Array, consecutive: bool) -> None:

@@ -1,30 +1,39 @@
-"""HF configs and weight names of the decoder families: Llama, Mistral, Qwen2, Qwen3; and GPT-2."""
+"""HF configs and weight names of the decoders named as Llama: Mistral, Qwen, SmolLM3, OLMo 2, Phi-3; and Gemma's weights.
+
+Gemma's configs are in `gemma`, GPT-2 and GPT-NeoX in `gpt_families`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.models.jax.attention import Rope
+from trainformer.models.jax.block import FULL, SLIDING
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
 from trainformer.models.jax.families import (
     Family,
     Weight,
     hf_fields,
-    layer_norm,
     linear,
     read_fields,
     refuse_unsupported,
-    required,
 )
+from trainformer.models.jax.rope import Rope, read_rope, write_rope
 
-# Class in transformers, and its default for max_position_embeddings.
-_LLAMAS = {
-    "llama": ("LlamaForCausalLM", 2048),
-    "mistral": ("MistralForCausalLM", 131_072),
-    "qwen2": ("Qwen2ForCausalLM", 32_768),
-    "qwen3": ("Qwen3ForCausalLM", 32_768),
+# Class in transformers, and its defaults where they differ from ours.
+_LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "mistral": ("MistralForCausalLM", {"max_position_embeddings": 131_072}),
+    "ministral": ("MinistralForCausalLM", {"max_position_embeddings": 131_072}),
+    "qwen2": ("Qwen2ForCausalLM", {"max_position_embeddings": 32_768}),
+    "qwen3": ("Qwen3ForCausalLM", {"max_position_embeddings": 32_768, "head_dim": 128}),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        {"max_position_embeddings": 32_768, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
+    "olmo2": ("Olmo2ForCausalLM", {"norm_eps": 1e-5}),
+    "phi3": ("Phi3ForCausalLM", {"max_position_embeddings": 4096, "norm_eps": 1e-5}),
 }
 _LLAMA_FIELDS = hf_fields(
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -32,102 +41,172 @@ _LLAMA_FIELDS = hf_fields(
     *("max_position_embeddings", "tie_word_embeddings"),
     rms_norm_eps="norm_eps",
 )
+# Fields of some families, by our names.
+_ATTENTION_BIAS = ("llama", "qwen3", "smollm3", "olmo2")
+_MLP_BIAS = ("llama", "smollm3")
+_NO_HEAD_DIM = ("olmo2", "phi3", "smollm3")
 
 
 def read_llama(config: Mapping[str, Any]) -> DecoderConfig:
     kind = config["model_type"]
-    all_bias = bool(config.get("attention_bias", False)) and kind in ("llama", "qwen3")
-    fields = read_fields(config, _LLAMA_FIELDS, max_position_embeddings=_LLAMAS[kind][1])
-    if kind == "qwen3":
-        fields.setdefault("head_dim", 128)
+    # As transformers' AutoConfig.
+    kind = "ministral" if kind == "mistral" and config.get("layer_types") else kind
+    all_bias = bool(config.get("attention_bias", False)) and kind in _ATTENTION_BIAS
+    fields = read_decoder_fields(config, _LLAMA_FIELDS, _LLAMAS[kind][1])
+    options: dict[str, Any] = {}
+    if kind == "phi3":
+        options, config = _phi3_options(config)
+    elif kind == "olmo2":
+        options = {"norm_placement": "post", "qk_norm": True, "qk_norm_whole": True}
+    elif kind == "smollm3":
+        options = {"no_rope_layers": _no_rope_layers(config)}
+    if kind != "phi3":
+        options["rope"] = read_rope(config, theta=2_000_000.0 if kind == "smollm3" else 10_000.0)
     return DecoderConfig(
         **fields,
+        **{"qk_norm": kind == "qwen3", **options},
         model_type=kind,
         qkv_bias=all_bias or kind == "qwen2",
         output_bias=all_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)) and kind == "llama",
-        qk_norm=kind == "qwen3",
-        sliding_window=_sliding_window(config),
-        rope=_rope(config),
+        mlp_bias=bool(config.get("mlp_bias", False)) and kind in _MLP_BIAS,
+        **_windows({**config, "model_type": kind}, options.get("no_rope_layers")),
     )
 
 
-def _rope(config: Mapping[str, Any]) -> Rope:
-    """transformers 5 writes ``rope_parameters``; earlier versions ``rope_theta`` and ``rope_scaling``."""
-    refuse_unsupported(config, {"partial_rotary_factor": 1.0})
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    refuse_unsupported(given, {"partial_rotary_factor": 1.0})
-    kind = given.get("rope_type", given.get("type", "default"))
+def read_decoder_fields(
+    config: Mapping[str, Any], names: Mapping[str, str], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Fields by our names. In HF configs a null for the key-value heads is as many as heads, not the default."""
+    fields = read_fields(config, names, **defaults)
+    if "num_key_value_heads" in config:
+        fields["num_key_value_heads"] = config["num_key_value_heads"]
+    return fields
+
+
+def _phi3_options(config: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    refuse_unsupported(config, {"embd_pdrop": 0.0})
+    config = {"original_max_position_embeddings": 4096, "max_position_embeddings": 4096, **config}
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = rope.get("rope_type") or rope.get("type")
+    if kind in ("su", "yarn"):  # earlier names
+        rope["rope_type"] = "longrope"
     options = {
-        "theta": float(given.get("rope_theta", config.get("rope_theta") or 10_000.0)),
-        "kind": kind,
-        "factor": float(given.get("factor") or 1.0),
+        "fused_qkv": True,
+        "fused_gate_up": True,
+        "hidden_dropout": config.get("resid_pdrop") or 0.0,
+        "rope": read_rope({**config, "rope_parameters": rope}, partial=1.0),
     }
-    if kind == "llama3":
-        for name in ("low_freq_factor", "high_freq_factor"):
-            options[name] = float(required(given, name))
-        options["original_positions"] = int(required(given, "original_max_position_embeddings"))
-    return Rope(**options)
+    return options, config
 
 
-def _sliding_window(config: Mapping[str, Any]) -> int | None:
-    """Qwen can enable the window per layer; all layers here run the same code."""
-    kind = config["model_type"]
-    window = config.get("sliding_window", 4096)
-    if kind == "llama" or (kind.startswith("qwen") and not config.get("use_sliding_window", False)):
-        return None
-    types = config.get("layer_types")
-    if types is None and kind.startswith("qwen"):
-        full = config.get("max_window_layers", 28)
-        types = ["full_attention" if n < full else "sliding_attention" for n in range(config["num_hidden_layers"])]
-    if window is None or types is None:
-        return window
-    if len(set(types)) > 1:
-        do = "The JAX models run the same attention in every layer."
-        raise BadArgument(expected("layer_types to be the same for all layers", types, do))
-    return window if types[0] == "sliding_attention" else None
+def _no_rope_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    count, given = config["num_hidden_layers"], config.get("no_rope_layers")
+    if given is None:
+        interval = config.get("no_rope_layer_interval", 4)
+        given = [int((number + 1) % interval != 0) for number in range(count)]
+    return None if all(given[:count]) and len(given) >= count else tuple(map(int, given[:count]))
+
+
+def _windows(config: Mapping[str, Any], no_rope_layers: Sequence[int] | None) -> dict[str, Any]:
+    """``sliding_window`` and ``layer_types``, if any layer has a window."""
+    kind, count = config["model_type"], config["num_hidden_layers"]
+    if kind in ("llama", "olmo2"):
+        return {}
+    window, types = config.get("sliding_window", None if kind in ("phi3", "smollm3") else 4096), None
+    if kind.startswith("qwen") or kind == "smollm3":
+        window = window if config.get("use_sliding_window", False) else None
+    if kind not in ("mistral", "phi3"):
+        types = config.get("layer_types")
+    if types is None and window is not None and kind.startswith("qwen"):
+        types = [FULL if number < config.get("max_window_layers", 28) else SLIDING for number in range(count)]
+    elif types is None and window is not None and kind == "smollm3":
+        types = [FULL if used else SLIDING for used in no_rope_layers or [1] * count]
+    return read_windows(window, types, count)
+
+
+def read_windows(window: int | None, types: Sequence[str] | None, count: int) -> dict[str, Any]:
+    """The fields of a `DecoderConfig`; `layer_types` only where they differ."""
+    if types is None:
+        return {"sliding_window": window}
+    kinds = set(types[:count])
+    if not kinds <= {SLIDING, FULL} or len(types) < count:
+        do = "The JAX models support no other kinds of layers."
+        raise BadArgument(expected(f"layer_types of {count} layers, each {SLIDING!r} or {FULL!r}", list(types), do))
+    if SLIDING in kinds and window is None:
+        do = "Without it these layers have no meaning (for Qwen and SmolLM3 it also needs use_sliding_window)."
+        raise BadArgument(expected(f"a sliding_window, since layer_types has {SLIDING!r}", window, do))
+    if len(kinds) == 1:
+        return {"sliding_window": window if SLIDING in kinds else None}
+    return {"sliding_window": window, "layer_types": tuple(types[:count])}
 
 
 def write_llama(config: DecoderConfig) -> dict[str, Any]:
-    rope = config.rope or Rope()
-    scaling: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
-    if rope.kind != "default":
-        scaling["factor"] = rope.factor
-    if rope.kind == "llama3":
-        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-        scaling["original_max_position_embeddings"] = rope.original_positions
+    kind, rope = config.model_type, config.rope or Rope()
     written = {
-        **{name: getattr(config, own) for name, own in _LLAMA_FIELDS.items()},
-        "architectures": [_LLAMAS[config.model_type][0]],
+        **write_decoder(config, _LLAMA_FIELDS, _LLAMAS[kind][0]),
+        "rope_parameters": write_rope(rope),
+        # Written even if None: transformers has a default for Mistral.
+        "sliding_window": config.sliding_window,
+    }
+    if kind in _NO_HEAD_DIM and config.head_width * config.num_attention_heads == config.hidden_size:
+        del written["head_dim"]
+    if kind in _ATTENTION_BIAS:
+        written["attention_bias"] = config.output_bias
+    if kind in _MLP_BIAS:
+        written["mlp_bias"] = config.mlp_bias
+    if kind.startswith("qwen"):
+        written |= {"use_sliding_window": config.sliding_window is not None, "max_window_layers": 0}
+    if kind == "smollm3":
+        written["use_sliding_window"] = config.sliding_window is not None
+        written["no_rope_layers"] = list(config.no_rope_layers or [1] * config.num_hidden_layers)
+    if kind == "phi3":
+        written |= {"original_max_position_embeddings": rope.original_positions, "resid_pdrop": config.hidden_dropout}
+    if config.layer_types is not None or kind in ("ministral", "smollm3"):
+        written["layer_types"] = layer_types_of(config)
+    return written
+
+
+def layer_types_of(config: DecoderConfig) -> list[str]:
+    return [SLIDING if kind.window else FULL for kind in config.layer_kinds]
+
+
+def write_decoder(config: DecoderConfig, fields: Mapping[str, str], architecture: str) -> dict[str, Any]:
+    """The fields that decoders share."""
+    return {
+        **{name: getattr(config, own) for name, own in fields.items()},
+        "architectures": [architecture],
         "model_type": config.model_type,
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_width,
-        "rope_parameters": scaling,
-        # Written even if None: transformers has a default for Mistral.
-        "sliding_window": config.sliding_window,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    if config.model_type in ("llama", "qwen3"):
-        written["attention_bias"] = config.output_bias
-    if config.model_type == "llama":
-        written["mlp_bias"] = config.mlp_bias
-    if config.model_type.startswith("qwen"):
-        written |= {"use_sliding_window": config.sliding_window is not None, "max_window_layers": 0}
-    return written
+
+
+# Norms of the layers by placement: our names and HF's.
+_NORMS = {
+    "pre": {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"},
+    "post": {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"},
+    "both": {
+        "input_norm": "input_layernorm",
+        "attention_output_norm": "post_attention_layernorm",
+        "post_norm": "pre_feedforward_layernorm",
+        "mlp_output_norm": "post_feedforward_layernorm",
+    },
+}
 
 
 def llama_weights(config: DecoderConfig) -> list[Weight]:
     layer = "model.layers.{}"
     found = [Weight("embed_tokens/embedding", "model.embed_tokens.weight")]
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+    for name in (*(("qkv_proj",) if config.fused_qkv else ("q_proj", "k_proj", "v_proj")), "o_proj"):
         bias = config.output_bias if name == "o_proj" else config.qkv_bias
         found += linear(f"layers/attention/{name}", f"{layer}.self_attn.{name}", bias=bias)
-    for name in ("gate_proj", "up_proj", "down_proj"):
+    for name in (*(("gate_up_proj",) if config.fused_gate_up else ("gate_proj", "up_proj")), "down_proj"):
         found += linear(f"layers/mlp/{name}", f"{layer}.mlp.{name}", bias=config.mlp_bias)
-    found.append(Weight("layers/input_norm/scale", f"{layer}.input_layernorm.weight"))
-    found.append(Weight("layers/post_norm/scale", f"{layer}.post_attention_layernorm.weight"))
+    for own, name in _NORMS[config.norm_placement].items():
+        found.append(Weight(f"layers/{own}/scale", f"{layer}.{name}.weight"))
     if config.qk_norm:
         found.append(Weight("layers/attention/q_norm/scale", f"{layer}.self_attn.q_norm.weight"))
         found.append(Weight("layers/attention/k_norm/scale", f"{layer}.self_attn.k_norm.weight"))
@@ -145,78 +224,4 @@ LLAMA = Family(
     task_type="CAUSAL_LM",
     prefix="model.",
     ignored=(r"\.rotary_emb\.inv_freq$",),
-)
-
-
-# -- GPT-2: its linear layers are stored (in, out), as ours ----------------------------------------------------------
-
-_GPT2_FIXED = {"add_cross_attention": False, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
-_GPT2_FIELDS = hf_fields(
-    *("vocab_size", "initializer_range", "tie_word_embeddings"),
-    n_embd="hidden_size",
-    n_inner="intermediate_size",
-    n_layer="num_hidden_layers",
-    n_head="num_attention_heads",
-    n_positions="max_position_embeddings",
-    activation_function="hidden_act",
-    layer_norm_epsilon="norm_eps",
-    embd_pdrop="embedding_dropout",
-    attn_pdrop="attention_dropout",
-    resid_pdrop="hidden_dropout",
-)
-# Where transformers' GPT-2 differs from `DecoderConfig`.
-_GPT2_DEFAULTS: dict[str, Any] = {
-    "hidden_act": "gelu_new",
-    "norm_eps": 1e-5,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": True,
-    **dict.fromkeys(("embedding_dropout", "attention_dropout", "hidden_dropout"), 0.1),
-}
-
-
-def read_gpt2(config: Mapping[str, Any]) -> DecoderConfig:
-    refuse_unsupported(config, _GPT2_FIXED)
-    fields = read_fields(config, _GPT2_FIELDS, intermediate_size=None, **_GPT2_DEFAULTS)
-    fields["intermediate_size"] = fields["intermediate_size"] or 4 * fields["hidden_size"]
-    always: dict[str, Any] = dict.fromkeys(("fused_qkv", "qkv_bias", "output_bias", "mlp_bias"), True)
-    return DecoderConfig(**fields, **always, model_type="gpt2", norm="layer", gated=False, rope=None)
-
-
-def write_gpt2(config: DecoderConfig) -> dict[str, Any]:
-    fields = {name: getattr(config, own) for name, own in _GPT2_FIELDS.items()}
-    kind = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
-    return {**fields, **kind, "bos_token_id": None, "eos_token_id": None}
-
-
-def gpt2_weights(config: DecoderConfig) -> list[Weight]:
-    layer = "transformer.h.{}"
-    found = [
-        Weight("embed_tokens/embedding", "transformer.wte.weight"),
-        Weight("embed_positions/embedding", "transformer.wpe.weight"),
-    ]
-    parts = {
-        "attention/qkv_proj": "attn.c_attn",
-        "attention/o_proj": "attn.c_proj",
-        "mlp/up_proj": "mlp.c_fc",
-        "mlp/down_proj": "mlp.c_proj",
-    }
-    for path, name in parts.items():
-        found += linear(f"layers/{path}", f"{layer}.{name}", bias=True, transposed=False)
-    found += layer_norm("layers/input_norm", f"{layer}.ln_1")
-    found += layer_norm("layers/post_norm", f"{layer}.ln_2")
-    found += layer_norm("norm", "transformer.ln_f")
-    if not config.tie_word_embeddings:
-        found += linear("lm_head", "lm_head", bias=False)
-    return found
-
-
-GPT2 = Family(
-    read_config=read_gpt2,
-    write_config=write_gpt2,
-    weights=gpt2_weights,
-    build=Decoder,
-    task_type="CAUSAL_LM",
-    prefix="transformer.",
-    ignored=(r"\.attn\.(masked_)?bias$",),
-    fan_in_fan_out=True,
 )

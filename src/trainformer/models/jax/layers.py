@@ -90,6 +90,19 @@ class RMSNorm(nnx.Module):
         return (y * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
+class ShiftedRMSNorm(nnx.Module):
+    """Gemma's: the weights are the difference to one."""
+
+    def __init__(self, width: int, eps: float, stack: Stack = ()) -> None:
+        self.scale = nnx.Param(jnp.zeros((*stack, width)))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return (y * (1.0 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
+
+
 class LayerNorm(nnx.Module):
     def __init__(self, width: int, eps: float, stack: Stack = ()) -> None:
         self.scale = nnx.Param(jnp.ones((*stack, width)))
@@ -103,7 +116,7 @@ class LayerNorm(nnx.Module):
         return (y * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
-NORMS: dict[str, Callable[..., nnx.Module]] = {"rms": RMSNorm, "layer": LayerNorm}
+NORMS: dict[str, Callable[..., nnx.Module]] = {"rms": RMSNorm, "shifted_rms": ShiftedRMSNorm, "layer": LayerNorm}
 
 
 def dropout(x: jax.Array, rate: float, key: Key) -> jax.Array:
