@@ -26,6 +26,7 @@ _lazy, __dir__, __all__ = lazy_exports(
         "trainformer.jax.text_trainer": ["LoRAConfig"],
         "trainformer.jax.sft": ["SFTConfig", "SFTTrainer"],
         "trainformer.jax.dpo": ["DPOConfig", "DPOTrainer", "ORPOConfig", "ORPOTrainer"],
+        "trainformer.jax.kto": ["KTOConfig", "KTOTrainer"],
         "trainformer.jax.image_classification": ["ImageClassificationTrainer"],
         "trainformer.backends.jax.state": ["EasyDeLState", "TrainState"],
     },

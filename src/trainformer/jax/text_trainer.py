@@ -208,10 +208,13 @@ class TextTrainer(BaseTrainer):
     def update_batch_length(self, tokens: Any) -> Any:
         """Take a dataset into account in `batch_length`, which all datasets share. Returns the dataset."""
         lengths = getattr(tokens, "lengths", None)
-        longest = self.max_length if lengths is None else int(np.max(lengths))
+        self.cover_length(self.max_length if lengths is None else int(np.max(lengths)))
+        return tokens
+
+    def cover_length(self, longest: int) -> None:
+        """Give rows room for sequences of `longest` tokens."""
         multiple = math.lcm(_LENGTH_MULTIPLE, self.mesh.shape["sp"])
         self._longest = max(self._longest, min(self.max_length, -(-longest // multiple) * multiple))
-        return tokens
 
     def check_token_ids(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Raise for token ids outside the vocabulary, which jax would turn into NaN. Returns the batch."""
