@@ -147,7 +147,7 @@ def test_only_dp_and_fsdp_shard_the_data(array):
 def test_contradictions_show_the_arithmetic_and_all_fixes():
     with pytest.raises(BadArgument) as caught:
         TrainingArguments(**DOCUMENT).resolve_on(8)
-    for part in ("32", "8 * 8 * 1 = 64", "total_batch_size=64", "per_device_train_batch_size=4", "dp * fsdp = 4"):
+    for part in ("32", "8 * 8 * 1 = 64", "total_batch_size=64", "per_device_train_batch_size=4", "dp * fsdp * ep = 4"):
         assert part in str(caught.value)
     assert "gradient_accumulation_steps=" not in str(caught.value)  # none would do
     for changes in ({"total_batch_size": 64}, {"per_device_train_batch_size": 4}, {"sharding_array": (2, 2, 2, 1)}):

@@ -18,7 +18,7 @@ from trainformer.models.jax import constrain, load_model
 
 
 def mesh_of(*sizes):
-    kinds = (AxisType.Auto,) * 4
+    kinds = (AxisType.Auto,) * 5
     return jax.make_mesh(sizes, AXES, axis_types=kinds, devices=jax.devices()[: int(np.prod(sizes))])
 
 

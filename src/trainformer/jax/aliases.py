@@ -59,7 +59,7 @@ _MAPPED: dict[str, dict[Any, dict[str, Any]]] = {
     "use_wandb": {True: {"log": ["console", "wandb"]}, False: {}},
 }
 
-_MESH = "Use sharding_array=(dp, fsdp, tp, sp)."
+_MESH = "Use sharding_array=(dp, fsdp, tp, sp) or (dp, fsdp, ep, tp, sp)."
 _HUB = "Nothing is uploaded to the hub. After training: trainer.save_pretrained(folder), then `huggingface-cli upload`."
 _ALWAYS_SAVED = "A checkpoint always contains everything that resuming needs."
 _PREVIEWS = "Previews are greedy; set generation_interval and generation_prompts of SFTConfig, or call generate()."
@@ -113,7 +113,7 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "sparsify_module": ((False,), "Sparse weights are not supported."),
     "step_partition_spec": (
         (None, (("dp", "fsdp"), "sp")),
-        "Rows are sharded over dp and fsdp, sequences over sp. " + _MESH,
+        "Rows are sharded over dp, fsdp and ep, sequences over sp. " + _MESH,
     ),
     "step_start_point": ((None, 0), "Resuming continues at the step of the checkpoint."),
     "track_memory": ((False, None), "Use jax.profiler.save_device_memory_profile(...)."),

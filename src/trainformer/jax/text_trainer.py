@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from trainformer.backends.jax.sharding import data_shards
 from trainformer.backends.jax.step import VALID
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.data.text.collate import token_batch
@@ -255,7 +256,7 @@ class TextTrainer(BaseTrainer):
         asked, vocab_size = self.arguments.chunk_tokens, self.vocab_size
         if asked == 0 or (asked is None and vocab_size is None):
             return 1
-        tokens = math.prod(shape) // math.prod(self.mesh.shape[axis] for axis in ("dp", "fsdp", "sp"))
+        tokens = math.prod(shape) // (data_shards(self.mesh) * self.mesh.shape["sp"])
         return min(shape[1], max(1, -(-tokens // (asked or max(1, _MAX_LOGITS // (vocab_size or 1))))))
 
     def save_assets(self, folder: Path) -> list[str]:

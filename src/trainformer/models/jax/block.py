@@ -44,6 +44,8 @@ BLOCK_RULES: Rules = (
     (r"(q|k|v|qkv|gate|up)_proj/lora_b$", (None, "tp")),
     (r"(o|down)_proj/lora_a$", ("tp", None)),
     (r"(o|down)_proj/lora_b$", (None, "fsdp")),
+    (r"experts/(gate|up)_proj$", ("ep", "fsdp", "tp")),
+    (r"experts/down_proj$", ("ep", "tp", "fsdp")),
 )
 
 
@@ -121,6 +123,10 @@ class BlockConfig:
     def head_width(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
+    def feed_forward(self, rngs: nnx.Rngs, stack: tuple[int, ...]) -> nnx.Module:
+        """The feed-forward layers of a stack of blocks."""
+        return FeedForward(self, rngs, stack)
+
     @property
     def attention_scale(self) -> float:
         return (self.query_pre_attn_scalar or self.head_width) ** -0.5
@@ -130,6 +136,18 @@ class BlockConfig:
         """The kind of each layer."""
         types = (self.layer_types or (SLIDING,) * self.num_hidden_layers)[: self.num_hidden_layers]
         return tuple(LayerKind(self.sliding_window if kind == SLIDING else None) for kind in types)
+
+
+@dataclass
+class RouterProbe:
+    """Reduces the routing of each layer of a mixture of experts, during a forward pass.
+
+    `reduce` gets the router's logits (batch, sequence, experts) and the chosen experts (batch, sequence, per token).
+    Afterwards `found` has its results, stacked over layers.
+    """
+
+    reduce: Callable[[jax.Array, jax.Array], Any]
+    found: Any = None
 
 
 @dataclass(frozen=True)
@@ -256,7 +274,7 @@ class Block(nnx.Module):
         self.attention = Attention(config, rngs, stack)
         self.attention_output_norm = norm("post", "both")
         self.post_norm = norm("pre", "both")
-        self.mlp = FeedForward(config, rngs, stack)
+        self.mlp: Any = config.feed_forward(rngs, stack)
         self.mlp_output_norm = norm("post", "both")
 
     def __call__(
@@ -342,23 +360,33 @@ def scan_layers(
 
 
 def run_layers(
-    layers: Block, x: jax.Array, segments: Any, ropes: Sequence[Tables] | None, execution: Execution, key: Key
+    layers: Block,
+    x: jax.Array,
+    segments: Any,
+    ropes: Sequence[Tables] | None,
+    execution: Execution,
+    key: Key,
+    probe: RouterProbe | None = None,
 ) -> jax.Array:
     """Apply all layers of the stack in a scan, each with its own key. `ropes` are the rotary tables that kinds name."""
     graph, weights = nnx.split(layers)
     kinds = layers.config.layer_kinds
 
-    def one(x: jax.Array, layer: tuple[Any, jax.Array], kind: LayerKind) -> tuple[jax.Array, None]:
+    def one(x: jax.Array, layer: tuple[Any, jax.Array], kind: LayerKind) -> tuple[jax.Array, Any]:
         weights, number = layer
         own = None if key is None else jax.random.fold_in(key, number)
         rope = None if ropes is None or kind.rope is None else ropes[kind.rope]
-        return nnx.merge(graph, weights)(x, segments, rope, execution, own, kind.window), None
+        block = nnx.merge(graph, weights)
+        x = block(x, segments, rope, execution, own, kind.window)
+        return x, None if probe is None else probe.reduce(*block.mlp.routing)
 
     if execution.remat is not None:
         # A loop already prevents common subexpression elimination; the extra barrier would only cost time.
         loops = execution.unroll == 1 and all(count > 1 for _, count in layer_groups(kinds))
         one = jax.checkpoint(one, policy=execution.remat, prevent_cse=not loops, static_argnums=2)
-    x, _ = scan_layers(one, x, (weights, jnp.arange(len(kinds))), kinds, execution.unroll)
+    x, found = scan_layers(one, x, (weights, jnp.arange(len(kinds))), kinds, execution.unroll)
+    if probe is not None:
+        probe.found = found
     return x
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.models.jax.attention import positions_of, segments_of
-from trainformer.models.jax.block import BLOCK_RULES, Block, BlockConfig, LayerKind, Model, Rules, run_layers
+from trainformer.models.jax.block import BLOCK_RULES, Block, BlockConfig, LayerKind, Model, RouterProbe, Rules, run_layers
 from trainformer.models.jax.layers import NORMS, Embedding, Key, Linear, constrain, dropout, key_source
 from trainformer.models.jax.rope import Rope
 
@@ -95,7 +95,7 @@ class Decoder(Model):
         self.embed_positions = nnx.data(
             None
             if config.rope
-            else Embedding(config.max_position_embeddings, config.hidden_size, rngs=rngs, scale=scale)
+            else Embedding(config.max_position_embeddings, config.hidden_size, rngs=rngs, scale=scale, axis=None)
         )
         self.layers = Block(config, rngs, (config.num_hidden_layers,))
         self.norm = NORMS[config.norm](config.hidden_size, config.norm_eps)
@@ -118,8 +118,12 @@ class Decoder(Model):
         *,
         deterministic: bool = True,
         key: Key = None,
+        probe: RouterProbe | None = None,
     ) -> jax.Array:
-        """The input of the head, after the last norm: (batch, sequence, hidden_size)."""
+        """The input of the head, after the last norm: (batch, sequence, hidden_size).
+
+        A `probe` observes the routers of a mixture of experts.
+        """
         config = self.config
         self._check(input_ids, consecutive=position_ids is None and segment_ids is None)
         keys = key_source(None if deterministic else key)
@@ -133,7 +137,7 @@ class Decoder(Model):
         x = constrain(dropout(x, config.embedding_dropout, next(keys)), "batch", "sequence", None)
         tables = [rope.tables(position_ids, config.head_width) for rope in config.ropes] or None
         segments = segments_of(attention_mask, segment_ids)
-        return self.norm(run_layers(self.layers, x, segments, tables, self.execution, next(keys)))
+        return self.norm(run_layers(self.layers, x, segments, tables, self.execution, next(keys), probe))
 
     def head(self, states: jax.Array) -> jax.Array:
         """Logits in the dtype of the hidden states; cast them before a softmax."""
