@@ -89,7 +89,12 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
     seed: int = 42
 
     # Devices and precision
-    sharding_array: tuple[int, ...] = (1, -1, 1, 1)  # dp, fsdp, tp, sp or dp, fsdp, ep, tp, sp; -1: the remaining devices
+    sharding_array: tuple[int, ...] = (
+        1,
+        -1,
+        1,
+        1,
+    )  # dp, fsdp, tp, sp or dp, fsdp, ep, tp, sp; -1: the remaining devices
     dtype: str = "auto"  # compute dtype: bf16, fp32; auto: bf16 on GPUs and TPUs
     param_dtype: str = "fp32"  # of the stored weights
     gradient_checkpointing: Any = None  # remat policy: nothing_saveable, dots_saveable, ...; None: off

@@ -239,12 +239,16 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
         return {}
 
     def step_totals(self, model: nnx.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Sums that the loss of a whole optimizer step depends on, as scalars by name, with the model in eval mode.
+        """Sums that the loss of a whole optimizer step depends on, as arrays by name, with the model in eval mode.
 
         They are added up over the micro-batches before the first one; `compute_loss` finds them in
         ``batch["_totals"]``. They have no gradient.
         """
         return {}
+
+    @property
+    def _has_step_totals(self) -> bool:
+        return self._overrides("step_totals")
 
     def create_collect_function(self, max_sequence_length: int | None = None, truncation_mode: str = "keep_end") -> Any:
         """The collate function: makes a batch of a list of samples. A list that it returns is stacked.
@@ -380,7 +384,7 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
                 compute_dtype=self.dtype,
                 clip=arguments.max_grad_norm or None,
                 sources=sources,
-                totals=self.step_totals if self._overrides("step_totals") else None,
+                totals=self.step_totals if self._has_step_totals else None,
                 remat=None if has_own_remat else arguments.gradient_checkpointing,
             )
             return pack_metrics(step)

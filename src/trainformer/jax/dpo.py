@@ -35,6 +35,7 @@ from trainformer.losses.jax_preference import (
     preference_rewards,
     simpo_loss,
 )
+from trainformer.models.jax.block import RouterProbe
 
 _BETAS = {**dict.fromkeys((*VARIANTS, "sigmoid_norm", "orpo"), 0.1), "simpo": 2.0}  # as in their papers
 _REFERENCE_FREE = ("orpo", "simpo")
@@ -171,10 +172,14 @@ class DPOTrainer(ReferenceTrainer):
 
     def step_totals(self, model: nnx.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Numbers of pairs, and of tokens of their chosen answers, for the mean of the supervised loss."""
+        totals = super().step_totals(model, batch)
         if _SFT not in self.arguments.weights:
-            return {}
+            return totals
         supervised = valid_labels(batch)[:, 0, 1:] != IGNORE_INDEX
-        return {"pairs": jnp.sum(valid_rows(batch)), "tokens": jnp.sum(supervised)}
+        return {**totals, "pairs": jnp.sum(valid_rows(batch)), "tokens": jnp.sum(supervised)}
+
+    def loss_weight(self, batch: Mapping[str, Any]) -> jax.Array:
+        return jnp.sum(valid_rows(batch))
 
     def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
         key = None if self.arguments.disable_dropout else key
@@ -186,7 +191,8 @@ class DPOTrainer(ReferenceTrainer):
 
     def _preference_loss(self, model: Any, batch: Mapping[str, Any], key: Any, train: bool) -> Loss:
         weights, valid = self.arguments.weights, valid_rows(batch)
-        sums, tokens = self._pair_sums(model, batch, key)
+        probe = self.router_probe(batch) if train else None
+        sums, tokens = self._pair_sums(model, batch, key, probe)
         known = batch.get("reference", jnp.zeros_like(sums))
         means = [value / jnp.maximum(tokens, 1) for value in (sums, known)]
         losses = jnp.zeros_like(valid)
@@ -211,7 +217,8 @@ class DPOTrainer(ReferenceTrainer):
                 losses = losses + weights[_SFT] * nll * (totals["pairs"] / jnp.maximum(totals["tokens"], 1))
             else:
                 metrics["preference_loss"] = jnp.sum(losses * valid), weight
-        return Loss(jnp.sum(losses * valid), weight, metrics, (losses * valid, valid))
+        loss = Loss(jnp.sum(losses * valid), weight, metrics, (losses * valid, valid))
+        return self.with_router_loss(loss, probe, batch)
 
     def _losses(self, loss: str, own: jax.Array, other: jax.Array, train: bool) -> jax.Array:
         """One preference loss of each pair."""
@@ -239,11 +246,13 @@ class DPOTrainer(ReferenceTrainer):
             return {}
         return {"loss": metrics["preference_loss"] + self.arguments.weights[_SFT] * metrics["nll_loss"]}
 
-    def _pair_sums(self, model: Any, batch: Mapping[str, Any], key: Any = None) -> tuple[jax.Array, jax.Array]:
+    def _pair_sums(
+        self, model: Any, batch: Mapping[str, Any], key: Any = None, probe: RouterProbe | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Log probabilities and token counts of the answers, both (pairs, 2), from one forward pass."""
         pairs = {"input_ids": batch["input_ids"], "labels": valid_labels(batch)}
         flat = {name: array.reshape(-1, array.shape[-1]) for name, array in pairs.items()}
-        sums = self.token_sums(model, flat, key)
+        sums = self.token_sums(model, flat, key, probe=probe)
         return -sums.loss.reshape(-1, 2), sums.tokens.reshape(-1, 2)
 
 

@@ -8,7 +8,6 @@ divided, and nothing has to be saved to resume.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -114,8 +113,11 @@ class KTOTrainer(ReferenceTrainer):
             columns.append(self._mismatched(model, batch))
         return jnp.stack(columns, axis=1)
 
-    def _log_probs(self, model: Any, batch: Mapping[str, Any], key: Any = None) -> jax.Array:
-        return -self.token_sums(model, {n: batch[n] for n in (*_INPUTS, VALID) if n in batch}, key).loss
+    def _log_probs(self, model: Any, batch: Mapping[str, Any], key: Any = None, **options: Any) -> jax.Array:
+        return -self.token_sums(model, {n: batch[n] for n in (*_INPUTS, VALID) if n in batch}, key, **options).loss
+
+    def loss_weight(self, batch: Mapping[str, Any]) -> jax.Array:
+        return jnp.sum(valid_rows(batch))
 
     def _mismatched(self, model: Any, batch: Mapping[str, Any]) -> jax.Array:
         others = {name: batch[f"kl_{name}"] for name in _INPUTS}
@@ -123,11 +125,12 @@ class KTOTrainer(ReferenceTrainer):
 
     def step_totals(self, model: nnx.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The log ratios of the mismatched answers, summed, and their number."""
+        totals = super().step_totals(model, batch)
         if not self.arguments.needs_divergence:
-            return {}
+            return totals
         valid = valid_rows(batch)
         ratios = self._mismatched(model, batch) - batch["reference"][:, 1]
-        return {"ratios": jnp.sum(ratios * valid), "rows": jnp.sum(valid)}
+        return {**totals, "ratios": jnp.sum(ratios * valid), "rows": jnp.sum(valid)}
 
     def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
         kl: Any = 0.0
@@ -135,7 +138,8 @@ class KTOTrainer(ReferenceTrainer):
             totals = batch[TOTALS]
             kl = jnp.maximum(totals["ratios"] / jnp.maximum(totals["rows"], 1), 0.0)
         valid, desirable = valid_rows(batch), batch["desirable"]
-        policy = self._log_probs(model, batch, None if self.arguments.disable_dropout else key)
+        probe = self.router_probe(batch)
+        policy = self._log_probs(model, batch, None if self.arguments.disable_dropout else key, probe=probe)
         reference = batch["reference"][:, 0]
         losses = self._losses(policy, reference, desirable, kl) * valid
         rewards = self.arguments.beta * (jax.lax.stop_gradient(policy) - reference)
@@ -145,7 +149,7 @@ class KTOTrainer(ReferenceTrainer):
         weight = jnp.sum(valid)
         if self.arguments.needs_divergence:
             metrics["kl"] = kl * weight, weight
-        return Loss(jnp.sum(losses), weight, metrics, (losses, valid))
+        return self.with_router_loss(Loss(jnp.sum(losses), weight, metrics, (losses, valid)), probe, batch)
 
     def _losses(self, policy: Any, reference: Any, desirable: Any, kl: Any) -> jax.Array:
         return kto_loss(

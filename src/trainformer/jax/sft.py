@@ -144,7 +144,9 @@ class SFTTrainer(TextTrainer):
 
     def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
         options = {"label_smoothing": self.arguments.label_smoothing, "z_loss": self.arguments.z_loss}
-        return self.token_sums(model, batch, key, **options).total()
+        probe = self.router_probe(batch)
+        loss = self.token_sums(model, batch, key, probe=probe, **options).total()
+        return self.with_router_loss(loss, probe, batch)
 
     def compute_metrics(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
         """Loss and accuracy without dropout and label smoothing."""

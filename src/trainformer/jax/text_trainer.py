@@ -21,13 +21,17 @@ from flax import nnx
 from trainformer.backends.jax.sharding import data_shards
 from trainformer.backends.jax.step import VALID
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
+from trainformer.core.types import Loss
 from trainformer.data.text.collate import token_batch
 from trainformer.data.text.encode import TRUNCATION, Encoder
 from trainformer.data.text.tokenizer import open_tokenizer
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
+from trainformer.jax.router_loss import RouterLoss, check_router_arguments
 from trainformer.jax.saving import new_files, save_trainer
+from trainformer.jax.trainer_protocol import TrainerConfigureFunctionOutput
 from trainformer.losses.jax import IGNORE_INDEX, RowSums, row_sums
+from trainformer.models.jax.block import RouterProbe
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
 from trainformer.models.jax.huggingface import check_family
 from trainformer.models.jax.lora import apply_lora, load_lora, merge_lora, save_lora
@@ -36,6 +40,7 @@ _DEFAULT_LENGTH = 2048  # tokens, unless the user or the model asks for fewer
 _LENGTH_MULTIPLE = 64  # batch lengths are rounded up to it, to suit the hardware
 _MAX_LOGITS = 1 << 28  # elements that a device holds at once, 1 GiB in float32
 _POSITION_INPUTS = ("position_ids", "segment_ids")
+_INPUTS = ("input_ids", *_POSITION_INPUTS)
 
 
 @dataclass(kw_only=True)
@@ -46,9 +51,13 @@ class TextArguments(TrainingArguments):
     prompt_template: str | None = None  # a format string over the fields of a record
     chunk_tokens: int | None = None  # tokens per device with logits in memory at once; None: 1 GiB of logits, 0: all
     cache_dir: str | None = None  # for tokenised data; None: the user's cache
+    router_aux_loss_coef: float | None = None  # of a mixture of experts; None: that of the model's config
+    router_z_loss_coef: float = 0.0
+    router_loss: str = "step"  # of the tokens of a whole optimizer step, or of a micro-batch ("batch")
 
     def check(self) -> None:
         super().check()
+        check_router_arguments(self)
         if self.truncation not in TRUNCATION:
             do = did_you_mean(str(self.truncation), TRUNCATION)
             raise BadArgument(expected(f"truncation to be one of {', '.join(TRUNCATION)}", self.truncation, do))
@@ -145,13 +154,14 @@ class TextTrainer(BaseTrainer):
         self.text = _tokenizer(processing_class, self.base_folder)
         self._inspect_model(model_state.model if model_state is not None else model)
         self._longest = 0  # tokens of the longest sequence
+        self.router: RouterLoss | None = None
         super().__init__(self.arguments, model, model_state=model_state, **options)
         self._adapted = None
 
     def _inspect_model(self, model: Any) -> None:
         """Set what the data depend on: maximum length and vocabulary size."""
         shape = model if isinstance(model, nnx.Module) else nnx.eval_shape(lambda: model(nnx.Rngs(0)))
-        config = getattr(shape, "config", None)
+        config = self._config = getattr(shape, "config", None)
         self._is_decoder = isinstance(shape, Decoder)
         self.vocab_size: int | None = getattr(config, "vocab_size", None)
         limit = getattr(config, "max_position_embeddings", None)
@@ -241,13 +251,53 @@ class TextTrainer(BaseTrainer):
         """The padding token. Its value does not matter: padding is masked."""
         return None if self.text is None else self.text.pad_token_id
 
-    def token_sums(self, model: Any, batch: Mapping[str, Any], key: Any = None, **options: Any) -> RowSums:
+    def configure_functions(self) -> TrainerConfigureFunctionOutput:
+        self.router = RouterLoss.of(self.arguments, self._config, self.batch_sizes.accumulation)
+        return super().configure_functions()
+
+    @property
+    def _has_step_totals(self) -> bool:
+        counts = self.router is not None and self.router.counts_first
+        return counts or type(self).step_totals is not TextTrainer.step_totals
+
+    def step_totals(self, model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """How the routers of a mixture of experts spread the tokens of a step, if gradients are accumulated."""
+        if self.router is None or not self.router.counts_first:
+            return {}
+        probe = self.router.probe(batch)
+        flat = {name: batch[name].reshape(-1, batch[name].shape[-1]) for name in _INPUTS if name in batch}
+        model.hidden_states(**flat, probe=probe)
+        return self.router.totals(probe, batch, self.loss_weight(batch))
+
+    def loss_weight(self, batch: Mapping[str, Any]) -> jax.Array:
+        """The weight of the loss of a batch: its supervised tokens."""
+        return jnp.sum(valid_labels(batch)[..., 1:] != IGNORE_INDEX)
+
+    def router_probe(self, batch: Mapping[str, Any]) -> RouterProbe | None:
+        """An option of `token_sums`, and the argument of `with_router_loss`; None without experts."""
+        return None if self.router is None else self.router.probe(batch)
+
+    def with_router_loss(self, loss: Loss, probe: RouterProbe | None, batch: Mapping[str, Any]) -> Loss:
+        """Add the router losses of a mixture of experts to the training loss of a batch, after its forward pass."""
+        return loss if probe is None or self.router is None else self.router.add(loss, probe, batch)
+
+    def token_sums(
+        self,
+        model: Any,
+        batch: Mapping[str, Any],
+        key: Any = None,
+        *,
+        probe: RouterProbe | None = None,
+        **options: Any,
+    ) -> RowSums:
         """Loss, supervised tokens and correct predictions of each row. With a key, dropout is active."""
         labels = valid_labels(batch)
         if not hasattr(model, "hidden_states") or not hasattr(model, "head"):
             return row_sums(model(batch["input_ids"]), labels, **options)
         # No attention mask: padding is on the right, which tokens of a causal model do not attend to.
         positions = {name: batch[name] for name in _POSITION_INPUTS if name in batch}
+        if probe is not None:
+            positions["probe"] = probe
         states = model.hidden_states(batch["input_ids"], **positions, deterministic=key is None, key=key)
         return row_sums(states, labels, model.head, chunks=self._chunks(labels.shape), **options)
 

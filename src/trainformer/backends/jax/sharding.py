@@ -309,7 +309,9 @@ def check_rows(rows: int, mesh: Mesh, accumulation: int = 1) -> None:
     """Raise if a batch does not divide evenly over the devices and micro-batches."""
     shards = data_shards(mesh)
     if rows % (shards * accumulation):
-        parts = f"{shards} devices ({' * '.join(data_axes(mesh))})" + (f" times {accumulation} micro-batches" if accumulation > 1 else "")
+        parts = f"{shards} devices ({' * '.join(data_axes(mesh))})" + (
+            f" times {accumulation} micro-batches" if accumulation > 1 else ""
+        )
         raise DataError(
             f"Expected a batch whose rows divide over {parts}, received {rows} rows. Use a batch size that is a "
             f"multiple of {shards * accumulation}, and drop or pad the last batch of an epoch."

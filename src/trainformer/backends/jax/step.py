@@ -96,7 +96,7 @@ def make_train_step(
 
     A step with a non-finite loss or gradient leaves parameters, optimizer state and variables unchanged, but still
     increments the step counter. So does a step whose weight is 0. `clip` is the maximum global gradient norm.
-    `sources` adds the loss of each source of a mixture to the metrics. `totals(model, batch)` returns scalars that are
+    `sources` adds the loss of each source of a mixture to the metrics. `totals(model, batch)` returns arrays that are
     summed over the micro-batches before the first of them; the loss finds the sums in ``batch[TOTALS]``.
     """
     if not isinstance(accumulation, int) or accumulation < 1:
@@ -107,15 +107,16 @@ def make_train_step(
     of_step = None if totals is None else _step_totals(totals, accumulation, compute_dtype)
 
     def train_step(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, StepOutput]:
-        if of_step is not None:
-            batch = {**batch, TOTALS: of_step(state, batch)}
+        totals_of_step = {} if of_step is None else {TOTALS: of_step(state, batch)}
         trained, frozen = partition(state.params, state.trainable)
         step_key = jax.random.fold_in(state.key, state.step)
         gradient = jax.value_and_grad(forward, has_aux=True)
 
         def micro_step(variables: Any, index: Any, micro_batch: Any) -> tuple[Any, Any, Any]:
             key = jax.random.fold_in(step_key, index)
-            (_, (sums, variables)), grads = gradient(trained, frozen, variables, state, micro_batch, key)
+            (_, (sums, variables)), grads = gradient(
+                trained, frozen, variables, state, {**micro_batch, **totals_of_step}, key
+            )
             return variables, sums, cast_floating(grads, jnp.float32)
 
         if accumulation == 1:
@@ -268,6 +269,8 @@ def valid_rows(batch: Any) -> Any:
 
 
 def _num_rows(batch: Any) -> int:
+    if isinstance(batch, Mapping) and TOTALS in batch:
+        batch = {name: column for name, column in batch.items() if name != TOTALS}
     for leaf in jax.tree.leaves(batch):
         if jnp.ndim(leaf):
             return leaf.shape[0]

@@ -107,7 +107,9 @@ class BlockConfig:
             what = f"hidden_size to be a multiple of num_attention_heads ({self.num_attention_heads})"
             raise BadArgument(expected(what, self.hidden_size, "Change one of them, or give head_dim."))
         if self.norm_placement not in NORM_PLACEMENTS:
-            raise BadArgument(expected(f"norm_placement to be one of {', '.join(NORM_PLACEMENTS)}", self.norm_placement))
+            raise BadArgument(
+                expected(f"norm_placement to be one of {', '.join(NORM_PLACEMENTS)}", self.norm_placement)
+            )
         types = self.layer_types or ()
         if not set(types) <= {SLIDING, FULL} or (self.layer_types and len(types) < self.num_hidden_layers):
             what = f"layer_types of {self.num_hidden_layers} layers, each {SLIDING!r} or {FULL!r}"

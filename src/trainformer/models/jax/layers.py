@@ -66,9 +66,7 @@ class Linear(nnx.Module):
 class Embedding(nnx.Module):
     """A table of vectors. `axis` is the axis of the mesh that shards its rows; ``fsdp`` shards its columns."""
 
-    def __init__(
-        self, rows: int, width: int, *, rngs: nnx.Rngs, scale: float = 0.02, axis: str | None = "tp"
-    ) -> None:
+    def __init__(self, rows: int, width: int, *, rngs: nnx.Rngs, scale: float = 0.02, axis: str | None = "tp") -> None:
         self.embedding = nnx.Param(scale * jax.random.normal(rngs.params(), (rows, width)))
         self.axis = axis
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +87,11 @@ class Experts(nnx.Module):
             whole = (*stack, config.num_experts, *shape)
             return nnx.Param(config.initializer_range * jax.random.normal(rngs.params(), whole))
 
-        self.gate_proj, self.up_proj, self.down_proj = weights(inner, outer), weights(inner, outer), weights(outer, inner)
+        self.gate_proj, self.up_proj, self.down_proj = (
+            weights(inner, outer),
+            weights(inner, outer),
+            weights(outer, inner),
+        )
 
     def __call__(self, x: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The weighted sum of the experts that the router's logits choose for each token, and which ones these are."""
@@ -101,9 +104,7 @@ class Experts(nnx.Module):
         if not any((*tokens, ep, tp)):
             return mix(x, logits, *weights)
         inward, outward = PartitionSpec(ep, None, tp), PartitionSpec(ep, tp, None)
-        mapped = jax.shard_map(
-            mix, in_specs=(tokens, tokens, inward, inward, outward), out_specs=(tokens, tokens)
-        )
+        mapped = jax.shard_map(mix, in_specs=(tokens, tokens, inward, inward, outward), out_specs=(tokens, tokens))
         return mapped(x, logits, *weights)
 
 
