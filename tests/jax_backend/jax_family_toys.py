@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from flax import nnx
 from jax_model_toys import VOCABULARY
 from transformers import (
     Gemma2Config,

@@ -136,12 +136,14 @@ def test_missing_batch_sizes_follow_from_the_others(given, shards, wanted):
     assert sizes.total == sizes.per_device * shards * sizes.accumulation
 
 
-@pytest.mark.parametrize("array", [(1, -1, 1, 1), (-1, 1, 1, 1), (2, 2, 2, 1), (2, 1, -1, 2), (1, 1, 1, -1)])
-def test_only_dp_and_fsdp_shard_the_data(array):
+@pytest.mark.parametrize(
+    "array", [(1, -1, 1, 1), (-1, 1, 1, 1), (2, 2, 2, 1), (2, 1, -1, 2), (1, 1, 1, -1), (1, 2, 2, 2, 1)]
+)
+def test_only_dp_and_fsdp_and_ep_shard_the_data(array):
     dims = [8 // -int(np.prod(array)) if d == -1 else d for d in array]
     sizes = TrainingArguments(sharding_array=array, per_device_train_batch_size=3).resolve_on(8)
-    assert sizes.data_shards == dims[0] * dims[1]
-    assert sizes.total == 3 * dims[0] * dims[1]
+    assert sizes.data_shards == np.prod(dims[:-2])
+    assert sizes.total == 3 * sizes.data_shards
 
 
 def test_contradictions_show_the_arithmetic_and_all_fixes():

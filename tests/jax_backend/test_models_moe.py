@@ -102,7 +102,7 @@ def test_gradients_are_those_of_transformers(saved):
     labels = torch.where(mask == 1, ids, -100)
     wanted = theirs(ids, attention_mask=mask, labels=labels, output_router_logits=True).loss
     wanted.backward()
-    assert float(loss) == pytest.approx(float(wanted), rel=1e-5)
+    assert float(loss) == pytest.approx(wanted.item(), rel=1e-5)
     of_experts = gradients["layers"]["mlp"]["experts"]
     for number, layer in enumerate(theirs.model.layers):
         gate_up = layer.mlp.experts.gate_up_proj.grad

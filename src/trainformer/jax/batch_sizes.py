@@ -88,7 +88,7 @@ def _contradiction(total: int, per_device: int, accumulation: int, data_shards: 
     if total % (per_device * accumulation) == 0:
         fixes.append(f"a sharding_array with dp * fsdp * ep = {total // (per_device * accumulation)}")
     return BadArgument(
-        "Expected total_batch_size = per_device_train_batch_size * (dp * fsdp * ep) * gradient_accumulation_steps, received "
-        f"{total} on the left and {per_device} * {data_shards} * {accumulation} = {product} on the right. "
+        "Expected total_batch_size = per_device_train_batch_size * (dp * fsdp * ep) * gradient_accumulation_steps, "
+        f"received {total} on the left and {per_device} * {data_shards} * {accumulation} = {product} on the right. "
         f"Pass {', or '.join(fixes)}; or leave one of them out to have it computed."
     )
