@@ -42,8 +42,12 @@ def sft(folder, where, **given):
 def test_two_accumulated_steps_match_the_torch_backend(folder, tmp_path):
     task = CausalLM(str(folder), max_length=32, cache_dir=tmp_path / "t", **COEFFICIENTS)
     theirs = torch_run(task, pairs(), tmp_path / "torch", batch_size=8, accumulation_steps=2, log_every=1)
-    mine = sft(folder, tmp_path, gradient_accumulation_steps=2, optimizer="sgd")
+    options = {"eval_dataset": pairs()}
+    mine = sft(folder, tmp_path, gradient_accumulation_steps=2, optimizer="sgd", eval_batch_size=6, options=options)
     mine.train()
+    measured, expected = mine.eval(), theirs.evaluate()
+    names = ("loss", "router_aux_loss", "router_load_max", "router_load_entropy")
+    assert [measured[f"eval_{n}"] for n in names] == pytest.approx([expected[f"val/{n}"] for n in names], rel=1e-4)
     assert furthest_weight(mine.save_pretrained(tmp_path / "saved"), theirs.task.model) <= 1e-4
     wanted, found = logged(tmp_path / "torch"), logged(tmp_path / "run")
     assert len(found) == 2

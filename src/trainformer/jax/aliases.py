@@ -74,7 +74,10 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "adam_beta2": ((0.999,), "Use optimizer_kwargs={'betas': (0.9, 0.95)}."),
     "adam_epsilon": ((1e-8,), "Use optimizer_kwargs={'eps': 1e-6}."),
     "auto_shard_states": ((True,), "States are always sharded over the mesh, by the partition rules of the model."),
-    "aux_loss_enabled": ((False,), "Add it to the loss in configure_functions."),
+    "aux_loss_enabled": (
+        (False,),
+        "Set router_aux_loss_coef of SFTConfig or DPOConfig, or add it to the loss in configure_functions.",
+    ),
     "backend": ((None,), "Set JAX_PLATFORMS before the program starts."),
     "do_last_save": ((True,), "The final checkpoint is always saved; with save_strategy='no' it is the only one."),
     "do_train": ((True,), "Leave it out, and call train() or not."),

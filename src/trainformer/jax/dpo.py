@@ -185,13 +185,13 @@ class DPOTrainer(ReferenceTrainer):
         key = None if self.arguments.disable_dropout else key
         return self._preference_loss(model, batch, key, train=True)
 
-    def compute_metrics(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
+    def compute_metrics(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Any:
         """Loss and rewards without dropout and label smoothing."""
         return self._preference_loss(model, batch, None, train=False)
 
-    def _preference_loss(self, model: Any, batch: Mapping[str, Any], key: Any, train: bool) -> Loss:
+    def _preference_loss(self, model: Any, batch: Mapping[str, Any], key: Any, train: bool) -> Any:
         weights, valid = self.arguments.weights, valid_rows(batch)
-        probe = self.router_probe(batch) if train else None
+        probe = self.router_probe(batch, train)
         sums, tokens = self._pair_sums(model, batch, key, probe)
         known = batch.get("reference", jnp.zeros_like(sums))
         means = [value / jnp.maximum(tokens, 1) for value in (sums, known)]
@@ -218,7 +218,7 @@ class DPOTrainer(ReferenceTrainer):
             else:
                 metrics["preference_loss"] = jnp.sum(losses * valid), weight
         loss = Loss(jnp.sum(losses * valid), weight, metrics, (losses * valid, valid))
-        return self.with_router_loss(loss, probe, batch)
+        return (self.with_router_loss if train else self.with_router_rows)(loss, probe, batch)
 
     def _losses(self, loss: str, own: jax.Array, other: jax.Array, train: bool) -> jax.Array:
         """One preference loss of each pair."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trainformer.backends.jax.step import TOTALS, VALID
 from trainformer.core.errors import BadArgument, check_choice, expected
@@ -63,9 +64,9 @@ class RouterLoss:
         has_loss = bool(aux_coef or z_coef)
         return cls(aux_coef, z_coef, has_loss and accumulation > 1 and arguments.router_loss == "step")
 
-    def probe(self, batch: Mapping[str, Any]) -> RouterProbe:
-        """What a forward pass of the batch needs to collect the statistics."""
-        return RouterProbe(partial(layer_sums, mask=_real_tokens(batch)))
+    def probe(self, batch: Mapping[str, Any], per_row: bool = False) -> RouterProbe:
+        """What a forward pass of the batch needs to collect the statistics, of all of it or of each row."""
+        return RouterProbe(partial(layer_sums, mask=_real_tokens(batch), over=(1,) if per_row else (0, 1)))
 
     def statistics(self, probe: RouterProbe, batch: Mapping[str, Any]) -> RouterStatistics:
         """The statistics of the batch after its forward pass."""
@@ -88,6 +89,23 @@ class RouterLoss:
         metrics |= {f"router_{name}": (value * loss.weight, loss.weight) for name, value in expert_load(whole).items()}
         total = loss.sum + weight * (self.aux_coef * aux + self.z_coef * z)
         return Loss(total, loss.weight, {**(loss.metrics or {}), **metrics}, loss.per_sample)
+
+
+def router_rows(probe: RouterProbe, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """The statistics of each row of an evaluation batch, after its forward pass."""
+    parts = *(jnp.moveaxis(part, 0, 1) for part in probe.found), jnp.sum(_real_tokens(batch), axis=1)
+    rows = len(batch["input_ids"])
+    by_row = (jnp.sum(part.reshape(rows, -1, *part.shape[1:]), axis=1) for part in parts)  # pairs have two
+    return {f"router_{name}": part for name, part in zip(RouterStatistics._fields, by_row, strict=True)}
+
+
+def summarize_router(rows: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """The load-balancing loss and the loads of a whole evaluation; nothing without experts."""
+    if "router_tokens" not in rows:
+        return {}
+    whole = RouterStatistics(*(jnp.asarray(rows[f"router_{name}"].sum(axis=0)) for name in RouterStatistics._fields))
+    loads = {f"router_{name}": float(value) for name, value in expert_load(whole).items()}
+    return {"router_aux_loss": float(load_balancing_loss(whole, whole)), **loads}
 
 
 def _real_tokens(batch: Mapping[str, Any]) -> jax.Array:

@@ -148,9 +148,10 @@ class SFTTrainer(TextTrainer):
         loss = self.token_sums(model, batch, key, probe=probe, **options).total()
         return self.with_router_loss(loss, probe, batch)
 
-    def compute_metrics(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
+    def compute_metrics(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Any:
         """Loss and accuracy without dropout and label smoothing."""
-        return self.token_sums(model, batch).total()
+        probe = self.router_probe(batch, train=False)
+        return self.with_router_rows(self.token_sums(model, batch, probe=probe).total(), probe, batch)
 
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Perplexity, from the mean loss over all supervised tokens of the dataset."""

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from trainformer.backends.jax.sharding import data_shards
-from trainformer.backends.jax.step import VALID
+from trainformer.backends.jax.step import VALID, EvalOutput
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.core.types import Loss
 from trainformer.data.text.collate import token_batch
@@ -27,7 +27,7 @@ from trainformer.data.text.encode import TRUNCATION, Encoder
 from trainformer.data.text.tokenizer import open_tokenizer
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
-from trainformer.jax.router_loss import RouterLoss, check_router_arguments
+from trainformer.jax.router_loss import RouterLoss, check_router_arguments, router_rows, summarize_router
 from trainformer.jax.saving import new_files, save_trainer
 from trainformer.jax.trainer_protocol import TrainerConfigureFunctionOutput
 from trainformer.losses.jax import IGNORE_INDEX, RowSums, row_sums
@@ -273,13 +273,21 @@ class TextTrainer(BaseTrainer):
         """The weight of the loss of a batch: its supervised tokens."""
         return jnp.sum(valid_labels(batch)[..., 1:] != IGNORE_INDEX)
 
-    def router_probe(self, batch: Mapping[str, Any]) -> RouterProbe | None:
-        """An option of `token_sums`, and the argument of `with_router_loss`; None without experts."""
-        return None if self.router is None else self.router.probe(batch)
+    def router_probe(self, batch: Mapping[str, Any], train: bool = True) -> RouterProbe | None:
+        """An option of `token_sums`, and the argument of the methods below; None without experts."""
+        return None if self.router is None else self.router.probe(batch, per_row=not train)
 
     def with_router_loss(self, loss: Loss, probe: RouterProbe | None, batch: Mapping[str, Any]) -> Loss:
         """Add the router losses of a mixture of experts to the training loss of a batch, after its forward pass."""
         return loss if probe is None or self.router is None else self.router.add(loss, probe, batch)
+
+    def with_router_rows(self, loss: Loss, probe: RouterProbe | None, batch: Mapping[str, Any]) -> Any:
+        """The same for an evaluation, whose loss does not include the router losses."""
+        return loss if probe is None else EvalOutput(loss, router_rows(probe, batch))
+
+    def summarize_rows(self, rows: dict[str, Any]) -> dict[str, float]:
+        """The router losses of the whole evaluation."""
+        return summarize_router(rows)
 
     def token_sums(
         self,

@@ -25,8 +25,10 @@ class RouterStatistics(NamedTuple):
     tokens: jax.Array
 
 
-def layer_sums(logits: jax.Array, chosen: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The first three sums for one layer. `mask` (batch, sequence) is 1 for tokens that count.
+def layer_sums(
+    logits: jax.Array, chosen: jax.Array, mask: jax.Array, over: tuple[int, ...] = (0, 1)
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The first three sums for one layer, `over` rows and tokens. `mask` (batch, sequence) is 1 for tokens that count.
 
     >>> logits, chosen = jnp.array([[[2.0, 0.0], [0.0, 2.0], [0.0, 9.0]]]), jnp.array([[[0], [1], [1]]])
     >>> layer_sums(logits, chosen, jnp.array([[1, 1, 0]]))[0].tolist()
@@ -34,9 +36,8 @@ def layer_sums(logits: jax.Array, chosen: jax.Array, mask: jax.Array) -> tuple[j
     """
     scores, weight = logits.astype(jnp.float32), mask.astype(jnp.float32)[..., None]
     is_chosen = jnp.sum(chosen[..., None] == jnp.arange(logits.shape[-1]), axis=-2)
-    z = jnp.square(jax.nn.logsumexp(scores, axis=-1, keepdims=True))
-    over = (0, 1)
-    return jnp.sum(is_chosen * weight, over), jnp.sum(jax.nn.softmax(scores) * weight, over), jnp.sum(z * weight)
+    z = jnp.square(jax.nn.logsumexp(scores, axis=-1)) * weight[..., 0]
+    return jnp.sum(is_chosen * weight, over), jnp.sum(jax.nn.softmax(scores) * weight, over), jnp.sum(z, over)
 
 
 def load_balancing_loss(part: RouterStatistics, whole: RouterStatistics) -> jax.Array:
