@@ -28,8 +28,8 @@ PUBLIC = {
     "trainformer.models": "AvgPool BNNeck ClassToken ClassificationHead DINOHead EmbeddingModel GeM MLPHead "
     "MaskedAutoencoder MaxPool MomentumCopy byol_predictor byol_projector cosine_momentum feature_width load_weights "
     "make_pooler moco_projector moco_v3_predictor moco_v3_projector simclr_projector",
-    "trainformer.models.jax": "ConvNext ConvNextConfig Decoder DecoderConfig ResNet ResNetConfig ViT ViTConfig "
-    "apply_lora constrain generate load_lora load_model merge_lora model_from_config save_lora save_model",
+    "trainformer.models.jax": "ConvNext ConvNextConfig Decoder DecoderConfig MoEConfig ResNet ResNetConfig ViT "
+    "ViTConfig apply_lora constrain generate load_lora load_model merge_lora model_from_config save_lora save_model",
     "trainformer.data.augment": "BatchAugment MultiView byol classification dino fresh_keys mae moco moco_v3 simclr "
     "uniforms",
     "trainformer.hf": "AccelTrainer BaseTrainer BaseTrainingArguments BestRun DDPTrainer DivergenceDetector "

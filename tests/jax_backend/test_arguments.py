@@ -136,18 +136,20 @@ def test_missing_batch_sizes_follow_from_the_others(given, shards, wanted):
     assert sizes.total == sizes.per_device * shards * sizes.accumulation
 
 
-@pytest.mark.parametrize("array", [(1, -1, 1, 1), (-1, 1, 1, 1), (2, 2, 2, 1), (2, 1, -1, 2), (1, 1, 1, -1)])
-def test_only_dp_and_fsdp_shard_the_data(array):
+@pytest.mark.parametrize(
+    "array", [(1, -1, 1, 1), (-1, 1, 1, 1), (2, 2, 2, 1), (2, 1, -1, 2), (1, 1, 1, -1), (1, 2, 2, 2, 1)]
+)
+def test_only_dp_and_fsdp_and_ep_shard_the_data(array):
     dims = [8 // -int(np.prod(array)) if d == -1 else d for d in array]
     sizes = TrainingArguments(sharding_array=array, per_device_train_batch_size=3).resolve_on(8)
-    assert sizes.data_shards == dims[0] * dims[1]
-    assert sizes.total == 3 * dims[0] * dims[1]
+    assert sizes.data_shards == np.prod(dims[:-2])
+    assert sizes.total == 3 * sizes.data_shards
 
 
 def test_contradictions_show_the_arithmetic_and_all_fixes():
     with pytest.raises(BadArgument) as caught:
         TrainingArguments(**DOCUMENT).resolve_on(8)
-    for part in ("32", "8 * 8 * 1 = 64", "total_batch_size=64", "per_device_train_batch_size=4", "dp * fsdp = 4"):
+    for part in ("32", "8 * 8 * 1 = 64", "total_batch_size=64", "per_device_train_batch_size=4", "dp * fsdp * ep = 4"):
         assert part in str(caught.value)
     assert "gradient_accumulation_steps=" not in str(caught.value)  # none would do
     for changes in ({"total_batch_size": 64}, {"per_device_train_batch_size": 4}, {"sharding_array": (2, 2, 2, 1)}):

@@ -23,10 +23,11 @@ from trainformer.core.errors import BadArgument, DataError
 @pytest.mark.parametrize(
     ("asked", "got"),
     [
-        ((1, -1, 1, 1), (1, 8, 1, 1)),
-        ((-1, 1, 2, 1), (4, 1, 2, 1)),
-        ([2, 1, 2, 2], (2, 1, 2, 2)),
-        ((1, 8, 1, -1), (1, 8, 1, 1)),
+        ((1, -1, 1, 1), (1, 8, 1, 1, 1)),
+        ((-1, 1, 2, 1), (4, 1, 1, 2, 1)),
+        ([2, 1, 2, 2], (2, 1, 1, 2, 2)),
+        ((1, 8, 1, -1), (1, 8, 1, 1, 1)),
+        ((1, 2, -1, 1, 1), (1, 2, 4, 1, 1)),
     ],
 )
 def test_minus_one_takes_the_remaining_devices(asked, got):
@@ -37,12 +38,13 @@ def test_minus_one_takes_the_remaining_devices(asked, got):
     ("asked", "message"),
     [
         ((1, -1, -1, 1), "at most one -1"),
-        ((1, -1, 1), "four positive"),
-        ((1, 0, 1, 1), "four positive"),
-        ((1, -2, 1, 1), "four positive"),
-        ((1.5, 1, 1, 1), "four positive"),
-        (("1", "x", 1, 1), "four positive"),
-        (8, "four positive"),
+        ((1, -1, 1), "four or five positive"),
+        ((1, 1, 1, 1, 1, -1), "four or five positive"),
+        ((1, 0, 1, 1), "four or five positive"),
+        ((1, -2, 1, 1), "four or five positive"),
+        ((1.5, 1, 1, 1), "four or five positive"),
+        (("1", "x", 1, 1), "four or five positive"),
+        (8, "four or five positive"),
         ((3, -1, 1, 1), "divide 8 devices, received a product of 3"),
         ((2, 2, 1, 1), "multiply to the 8 available devices, received 4"),
     ],
@@ -52,11 +54,12 @@ def test_invalid_axes_are_refused(asked, message):
         resolve_dims(asked, 8)
 
 
-def test_a_mesh_has_four_auto_axes_and_shards_data_over_two():
+def test_a_mesh_has_five_auto_axes_and_shards_data_over_three():
     mesh = make_mesh((2, -1, 2, 1))
     assert mesh.axis_names == AXES
-    assert mesh.axis_types == (AxisType.Auto,) * 4
+    assert mesh.axis_types == (AxisType.Auto,) * 5
     assert data_shards(mesh) == 4
+    assert data_shards(make_mesh((1, 2, 2, 2, 1))) == 4
     assert make_mesh((1, -1, 1, 1), jax.devices()[:4]).devices.size == 4
 
 

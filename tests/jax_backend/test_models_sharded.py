@@ -13,13 +13,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_model_toys import configs, furthest, logits, save_random, tokens, torch_logits
 
 import text_toys
-from trainformer.backends.jax.sharding import AXES
+from trainformer.backends.jax.sharding import make_mesh
 from trainformer.models.jax import constrain, load_model
 
 
 def mesh_of(*sizes):
-    kinds = (AxisType.Auto,) * 4
-    return jax.make_mesh(sizes, AXES, axis_types=kinds, devices=jax.devices()[: int(np.prod(sizes))])
+    return make_mesh(sizes, jax.devices()[: int(np.prod(sizes))])
 
 
 def placer(model_class, mesh):

@@ -9,7 +9,8 @@ import torch
 from trainformer.core.errors import BadArgument
 from trainformer.losses import preference as on_torch
 from trainformer.losses import tokens as tokens_on_torch
-from trainformer.losses.jax import dpo_loss, orpo_loss, preference_rewards, row_sums, simpo_loss, token_loss
+from trainformer.losses.jax import row_sums, token_loss
+from trainformer.losses.jax_preference import dpo_loss, orpo_loss, preference_rewards, simpo_loss
 
 ROWS, LENGTH, WIDTH, WORDS = 3, 7, 5, 11
 

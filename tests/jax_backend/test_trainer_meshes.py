@@ -116,7 +116,7 @@ def test_a_model_built_on_the_mesh_does_not_depend_on_the_mesh():
 
 def test_sharding_array_uses_all_devices():
     trainer = MeanTrainer(arguments(sharding_array=(2, -1, 1, 1)), model=Mlp(nnx.Rngs(0)), dataset_train=samples(16))
-    assert dict(trainer.mesh.shape) == {"dp": 2, "fsdp": 4, "tp": 1, "sp": 1}
+    assert dict(trainer.mesh.shape) == {"dp": 2, "fsdp": 4, "ep": 1, "tp": 1, "sp": 1}
     assert trainer.mesh.size == len(jax.devices()) == 8
 
 

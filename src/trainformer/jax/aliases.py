@@ -64,7 +64,7 @@ _MAPPED: dict[str, dict[Any, dict[str, Any]]] = {
     "use_wandb": {True: {"log": ["console", "wandb"]}, False: {}},
 }
 
-_MESH = "Use sharding_array=(dp, fsdp, tp, sp)."
+_MESH = "Use sharding_array=(dp, fsdp, tp, sp) or (dp, fsdp, ep, tp, sp)."
 _HUB = "Nothing is uploaded to the hub. After training: trainer.save_pretrained(folder), then `huggingface-cli upload`."
 _ALWAYS_SAVED = "A checkpoint always contains everything that resuming needs."
 _PREVIEWS = "It belongs to trainers of language models: SFTConfig, DPOConfig, GRPOConfig."
@@ -83,7 +83,10 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "adam_beta2": ((0.999,), "Use optimizer_kwargs={'betas': (0.9, 0.95)}."),
     "adam_epsilon": ((1e-8,), "Use optimizer_kwargs={'eps': 1e-6}."),
     "auto_shard_states": ((True,), "States are always sharded over the mesh, by the partition rules of the model."),
-    "aux_loss_enabled": ((False,), "Add it to the loss in configure_functions."),
+    "aux_loss_enabled": (
+        (False,),
+        "Set router_aux_loss_coef of SFTConfig or DPOConfig, or add it to the loss in configure_functions.",
+    ),
     "backend": ((None,), "Set JAX_PLATFORMS before the program starts."),
     "do_last_save": ((True,), "The final checkpoint is always saved; with save_strategy='no' it is the only one."),
     "do_train": ((True,), "Leave it out, and call train() or not."),
@@ -122,7 +125,7 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "sparsify_module": ((False,), "Sparse weights are not supported."),
     "step_partition_spec": (
         (None, (("dp", "fsdp"), "sp")),
-        "Rows are sharded over dp and fsdp, sequences over sp. " + _MESH,
+        "Rows are sharded over dp, fsdp and ep, sequences over sp. " + _MESH,
     ),
     "step_start_point": ((None, 0), "Resuming continues at the step of the checkpoint."),
     "track_memory": ((False, None), "Use jax.profiler.save_device_memory_profile(...)."),

@@ -19,7 +19,7 @@ import optax
 from trainformer.backends.jax.optimizers import make_optimizer
 from trainformer.backends.jax.precision import resolve_dtype
 from trainformer.backends.jax.schedules import Schedule, make_schedule
-from trainformer.backends.jax.sharding import resolve_dims
+from trainformer.backends.jax.sharding import DATA_AXES, resolve_dims
 from trainformer.backends.jax.step import resolve_remat
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.engine.cadence import Cadence
@@ -90,7 +90,8 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
     seed: int = 42
 
     # Devices and precision
-    sharding_array: tuple[int, ...] = (1, -1, 1, 1)  # dp, fsdp, tp, sp; -1: the remaining devices
+    # dp, fsdp, tp, sp or dp, fsdp, ep, tp, sp; -1: the remaining devices
+    sharding_array: tuple[int, ...] = (1, -1, 1, 1)
     dtype: str = "auto"  # compute dtype: bf16, fp32, or fp8 (bf16 around fp8 matmuls); auto: bf16 on GPUs and TPUs
     param_dtype: str = "fp32"  # of the stored weights
     gradient_checkpointing: Any = None  # remat policy: nothing_saveable, dots_saveable, ...; None: off
@@ -148,7 +149,7 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
         self.optimizer_kwargs = dict(self.optimizer_kwargs or {})
         axes = self.sharding_array
         if isinstance(axes, (tuple, list)):
-            # Newer versions of EasyDeL have a fifth axis for experts, in the middle; dropped if its size is 1.
+            # The axis for experts is dropped if its size is 1.
             self.sharding_array = (*axes[:2], *axes[3:]) if len(axes) == 5 and axes[2] == 1 else tuple(axes)
         self.dtype = _dtype_name("dtype", self.dtype)
         self.param_dtype = _dtype_name("param_dtype", self.param_dtype)
@@ -287,13 +288,12 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
     # -- used by a run --------------------------------------------------------------------------------
 
     def resolve(self, data_shards: int) -> BatchSizes:
-        """Batch sizes on a mesh with `data_shards` = dp * fsdp."""
+        """Batch sizes on a mesh with `data_shards` = dp * fsdp * ep."""
         return resolve_batch_sizes(self, data_shards)
 
     def resolve_on(self, n_devices: int) -> BatchSizes:
         """Batch sizes on `n_devices` devices, arranged by `sharding_array`."""
-        dp, fsdp, _, _ = resolve_dims(self.sharding_array, n_devices)
-        return self.resolve(dp * fsdp)
+        return self.resolve(math.prod(resolve_dims(self.sharding_array, n_devices)[: len(DATA_AXES)]))
 
     @property
     def timers(self) -> list[Any]:

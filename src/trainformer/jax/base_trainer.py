@@ -211,6 +211,7 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
             passed=settings_passed(arguments.passed, values),
             console=console,
             derive=self.derive_metrics,
+            summarize=self.summarize_rows if self._overrides("summarize_rows") else None,
             process_group=self.processes,
         )
 
@@ -232,6 +233,26 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Additional metrics, computed from the means of a whole evaluation."""
         return {}
+
+    def summarize_rows(self, rows: dict[str, Any]) -> dict[str, float]:
+        """Additional metrics, computed from the rows of a whole evaluation: NumPy arrays by name.
+
+        For metrics that are no means. `compute_metrics` returns ``EvalOutput(loss, rows)`` (of
+        `trainformer.backends.jax.step`) then.
+        """
+        return {}
+
+    def step_totals(self, model: nnx.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Sums that the loss of a whole optimizer step depends on, as arrays by name, with the model in eval mode.
+
+        They are added up over the micro-batches before the first one; `compute_loss` finds them in
+        ``batch["_totals"]``. They have no gradient.
+        """
+        return {}
+
+    @property
+    def _has_step_totals(self) -> bool:
+        return self._overrides("step_totals")
 
     def create_collect_function(self, max_sequence_length: int | None = None, truncation_mode: str = "keep_end") -> Any:
         """The collate function: makes a batch of a list of samples. A list that it returns is stacked.
@@ -372,6 +393,7 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
                 compute_dtype=self.dtype,
                 clip=arguments.max_grad_norm or None,
                 sources=sources,
+                totals=self.step_totals if self._has_step_totals else None,
                 remat=None if has_own_remat else arguments.gradient_checkpointing,
             )
             return pack_metrics(step)

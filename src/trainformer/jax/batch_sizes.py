@@ -26,7 +26,7 @@ class BatchSizes:
 
 
 def resolve_batch_sizes(arguments: TrainingArguments, data_shards: int) -> BatchSizes:
-    """Batch sizes on a mesh with `data_shards` = dp * fsdp.
+    """Batch sizes on a mesh with `data_shards` = dp * fsdp * ep.
 
     Sizes that were not passed follow from those that were. A default never contradicts a passed value, and neither
     does ``gradient_accumulation_steps=1``: if `total_batch_size` has more rows than the devices, they are accumulated.
@@ -60,11 +60,11 @@ def _eval_size(arguments: TrainingArguments, data_shards: int) -> int:
         return per_device * data_shards
     if "per_device_eval_batch_size" in arguments.passed and per_device * data_shards != total:
         raise BadArgument(
-            f"Expected eval_batch_size = per_device_eval_batch_size * (dp * fsdp), received {total} and "
+            f"Expected eval_batch_size = per_device_eval_batch_size * (dp * fsdp * ep), received {total} and "
             f"{per_device} * {data_shards} = {per_device * data_shards}. Pass one of the two."
         )
     if total % data_shards:
-        what = f"eval_batch_size to be a multiple of the {data_shards} data shards (dp * fsdp)"
+        what = f"eval_batch_size to be a multiple of the {data_shards} data shards (dp * fsdp * ep)"
         raise BadArgument(expected(what, total))
     return total
 
@@ -73,7 +73,7 @@ def _not_divisible(total: int, name: str, value: int, data_shards: int) -> BadAr
     unit = value * data_shards
     nearest = f"{unit}" if total < unit else f"{total // unit * unit} or {(total // unit + 1) * unit}"
     return BadArgument(
-        f"Expected total_batch_size to be a multiple of {name} * (dp * fsdp) = {value} * {data_shards} = {unit}, "
+        f"Expected total_batch_size to be a multiple of {name} * (dp * fsdp * ep) = {value} * {data_shards} = {unit}, "
         f"received {total}. Pass total_batch_size={nearest}, or another {name} or sharding_array."
     )
 
@@ -86,9 +86,9 @@ def _contradiction(total: int, per_device: int, accumulation: int, data_shards: 
     if total % (data_shards * per_device) == 0:
         fixes.append(f"gradient_accumulation_steps={total // (data_shards * per_device)}")
     if total % (per_device * accumulation) == 0:
-        fixes.append(f"a sharding_array with dp * fsdp = {total // (per_device * accumulation)}")
+        fixes.append(f"a sharding_array with dp * fsdp * ep = {total // (per_device * accumulation)}")
     return BadArgument(
-        "Expected total_batch_size = per_device_train_batch_size * (dp * fsdp) * gradient_accumulation_steps, received "
-        f"{total} on the left and {per_device} * {data_shards} * {accumulation} = {product} on the right. "
+        "Expected total_batch_size = per_device_train_batch_size * (dp * fsdp * ep) * gradient_accumulation_steps, "
+        f"received {total} on the left and {per_device} * {data_shards} * {accumulation} = {product} on the right. "
         f"Pass {', or '.join(fixes)}; or leave one of them out to have it computed."
     )

@@ -1,4 +1,4 @@
-"""Reference log probabilities of preference pairs, computed once and cached.
+"""Reference log probabilities of answers, computed once and cached.
 
 They are a column of the dataset, so that no second model is on the devices during training. The cache file lies next to
 the tokens and is named after both, so that a resumed run reads exactly the same numbers.
@@ -27,7 +27,6 @@ from trainformer.backends.jax.sharding import make_sharded
 from trainformer.backends.jax.state import TrainState, path_string
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.numpy_loader import NumpySource
-from trainformer.data.text.prepare import Pairs
 from trainformer.data.text.store import StoreView
 from trainformer.jax.base_trainer import BaseTrainer
 from trainformer.utils.files import write_atomically
@@ -38,16 +37,16 @@ _ADAPTER = ("lora_a", "lora_b")
 _SAMPLED = 7  # elements along each dimension of a parameter that enter the digest
 
 
-class ScoredPairs(StoreView):
-    """Preference pairs, with a `reference` column once `scores` (pairs, 2) are set."""
+class ScoredAnswers(StoreView):
+    """Tokenised answers, with a `reference` column once `scores` (rows, columns) are set."""
 
-    def __init__(self, pairs: Pairs) -> None:
-        super().__init__(pairs)
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
         self.scores: np.ndarray | None = None
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        pair = self.store[index]
-        return pair if self.scores is None else {**pair, "reference": self.scores[index]}
+        item = self.store[index]
+        return item if self.scores is None else {**item, "reference": self.scores[index]}
 
 
 class ReferenceDigest:
@@ -92,10 +91,10 @@ def params_digest(params: dict[Any, Any], mesh: Mesh) -> str:
 
 
 class Scorer:
-    """Scores preference pairs with the model of a state, or reads cached scores.
+    """Scores answers with the model of a state, or reads cached scores.
 
-    `log_probs(model, batch)` returns (rows, 2) for a batch of `rows` pairs made by `collate`. An adapter of the model
-    is disabled.
+    `log_probs(model, batch)` returns (rows, columns) for a batch made by `collate`. An adapter of the model is
+    disabled. `name` is part of the name of the cached file.
     """
 
     def __init__(
@@ -107,7 +106,9 @@ class Scorer:
         *,
         rows: int,
         dtype: Any,
+        name: str = "reference",
     ) -> None:
+        self.name = name
         self.digest = params_digest(state.params, mesh)
         self._state = state
         self._mesh = mesh
@@ -118,13 +119,13 @@ class Scorer:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
         self._step = JittedStep(self._scores_of, mesh, shardings, train=False, name="reference")
 
-    def __call__(self, data: ScoredPairs) -> None:
+    def __call__(self, data: ScoredAnswers) -> None:
         tokens: Path = data.store.store.path
-        cached = tokens.with_name(f"{tokens.name}-reference-{self.digest}-{self._dtype.name}.npy")
+        cached = tokens.with_name(f"{tokens.name}-{self.name}-{self.digest}-{self._dtype.name}.npy")
         if (known := _cached_scores(cached, len(data))) is not None:
             data.scores = known
             return
-        logger.info("computing reference log probabilities of %s pairs", f"{len(data):,}")
+        logger.info("computing reference log probabilities of %s records", f"{len(data):,}")
         source = NumpySource(data, self._rows, collate=self._collate, pad_last=True)
         placed = Placer(self._mesh).feed(source.batches(0), False)
         outputs = [(self._step(self._state, batch.data), batch.size) for batch in placed]

@@ -118,11 +118,13 @@ class SFTTrainer(TextTrainer):
 
     def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
         options = {"label_smoothing": self.arguments.label_smoothing, "z_loss": self.arguments.z_loss}
-        return self.token_loss(model, batch, key, **options)
+        probe = self.router_probe(batch)
+        return self.with_router_loss(self.token_loss(model, batch, key, probe=probe, **options), probe, batch)
 
-    def compute_metrics(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
+    def compute_metrics(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Any:
         """Loss and accuracy without dropout and label smoothing."""
-        return self.token_loss(model, batch)
+        probe = self.router_probe(batch, train=False)
+        return self.with_router_rows(self.token_loss(model, batch, probe=probe), probe, batch)
 
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Perplexity, from the mean loss over all supervised tokens of the dataset."""

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from trainformer.backends.jax.step import VALID
+from trainformer.backends.jax.sharding import data_shards
+from trainformer.backends.jax.step import VALID, EvalOutput
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.core.types import Loss
 from trainformer.data.text.collate import token_batch
@@ -29,8 +30,11 @@ from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
 from trainformer.jax.generation import generate_texts
 from trainformer.jax.previews import PreviewArguments, Previews
+from trainformer.jax.router_loss import RouterLoss, check_router_arguments, router_rows, summarize_router
 from trainformer.jax.saving import new_files, save_trainer
+from trainformer.jax.trainer_protocol import TrainerConfigureFunctionOutput
 from trainformer.losses.jax import IGNORE_INDEX, RowSums, row_sums, token_loss
+from trainformer.models.jax.block import RouterProbe
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
 from trainformer.models.jax.huggingface import check_family
 from trainformer.models.jax.lora import apply_lora, load_lora, merge_lora, quantize_frozen, save_lora
@@ -40,6 +44,7 @@ _DEFAULT_LENGTH = 2048  # tokens, unless the user or the model asks for fewer
 _LENGTH_MULTIPLE = 64  # batch lengths are rounded up to it, to suit the hardware
 _MAX_LOGITS = 1 << 28  # elements that a device holds at once, 1 GiB in float32
 _POSITION_INPUTS = ("position_ids", "segment_ids")
+_INPUTS = ("input_ids", *_POSITION_INPUTS)
 
 
 @dataclass(kw_only=True)
@@ -51,11 +56,15 @@ class TextArguments(PreviewArguments):
     prompt_template: str | None = None  # a format string over the fields of a record
     chunk_tokens: int | None = None  # tokens per device with logits in memory at once; None: 1 GiB of logits, 0: all
     cache_dir: str | None = None  # for tokenised data; None: the user's cache
+    router_aux_loss_coef: float | None = None  # of a mixture of experts; None: that of the model's config
+    router_z_loss_coef: float = 0.0
+    router_loss: str = "step"  # of the tokens of a whole optimizer step, or of a micro-batch ("batch")
 
     def check(self) -> None:
         super().check()
         if self.quantization is not None:
             check_quantization(self.quantization)
+        check_router_arguments(self)
         if self.truncation not in TRUNCATION:
             do = did_you_mean(str(self.truncation), TRUNCATION)
             raise BadArgument(expected(f"truncation to be one of {', '.join(TRUNCATION)}", self.truncation, do))
@@ -160,6 +169,7 @@ class TextTrainer(BaseTrainer):
         self.text = _tokenizer(processing_class, self.base_folder)
         self._inspect_model(model_state.model if model_state is not None else model)
         self._longest = 0  # tokens of the longest sequence
+        self.router: RouterLoss | None = None
         if self.arguments.generation_interval is not None:
             callbacks = [*(callbacks or ()), Previews(self.arguments)]
         super().__init__(self.arguments, model, model_state=model_state, callbacks=callbacks, **options)
@@ -234,10 +244,13 @@ class TextTrainer(BaseTrainer):
     def update_batch_length(self, tokens: Any) -> Any:
         """Take a dataset into account in `batch_length`, which all datasets share. Returns the dataset."""
         lengths = getattr(tokens, "lengths", None)
-        longest = self.max_length if lengths is None else int(np.max(lengths))
+        self.cover_length(self.max_length if lengths is None else int(np.max(lengths)))
+        return tokens
+
+    def cover_length(self, longest: int) -> None:
+        """Give rows room for sequences of `longest` tokens."""
         multiple = math.lcm(_LENGTH_MULTIPLE, self.mesh.shape["sp"])
         self._longest = max(self._longest, min(self.max_length, -(-longest // multiple) * multiple))
-        return tokens
 
     def check_token_ids(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Raise for token ids outside the vocabulary, which jax would turn into NaN. Returns the batch."""
@@ -263,25 +276,83 @@ class TextTrainer(BaseTrainer):
         """The padding token. Its value does not matter: padding is masked."""
         return None if self.text is None else self.text.pad_token_id
 
-    def token_sums(self, model: Any, batch: Mapping[str, Any], key: Any = None, **options: Any) -> RowSums:
+    def configure_functions(self) -> TrainerConfigureFunctionOutput:
+        self.router = RouterLoss.of(self.arguments, self._config, self.batch_sizes.accumulation)
+        return super().configure_functions()
+
+    @property
+    def _has_step_totals(self) -> bool:
+        counts = self.router is not None and self.router.counts_first
+        return counts or type(self).step_totals is not TextTrainer.step_totals
+
+    def step_totals(self, model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """How the routers of a mixture of experts spread the tokens of a step, if gradients are accumulated."""
+        if self.router is None or not self.router.counts_first:
+            return {}
+        probe = self.router.probe(batch)
+        flat = {name: batch[name].reshape(-1, batch[name].shape[-1]) for name in _INPUTS if name in batch}
+        model.hidden_states(**flat, probe=probe)
+        return self.router.totals(probe, batch, self.loss_weight(batch))
+
+    def loss_weight(self, batch: Mapping[str, Any]) -> jax.Array:
+        """The weight of the loss of a batch: its supervised tokens."""
+        return jnp.sum(valid_labels(batch)[..., 1:] != IGNORE_INDEX)
+
+    def router_probe(self, batch: Mapping[str, Any], train: bool = True) -> RouterProbe | None:
+        """An option of `token_sums`, and the argument of the methods below; None without experts."""
+        return None if self.router is None else self.router.probe(batch, per_row=not train)
+
+    def with_router_loss(self, loss: Loss, probe: RouterProbe | None, batch: Mapping[str, Any]) -> Loss:
+        """Add the router losses of a mixture of experts to the training loss of a batch, after its forward pass."""
+        return loss if probe is None or self.router is None else self.router.add(loss, probe, batch)
+
+    def with_router_rows(self, loss: Loss, probe: RouterProbe | None, batch: Mapping[str, Any]) -> Any:
+        """The same for an evaluation, whose loss does not include the router losses."""
+        return loss if probe is None else EvalOutput(loss, router_rows(probe, batch))
+
+    def summarize_rows(self, rows: dict[str, Any]) -> dict[str, float]:
+        """The router losses of the whole evaluation."""
+        return summarize_router(rows)
+
+    def token_sums(
+        self,
+        model: Any,
+        batch: Mapping[str, Any],
+        key: Any = None,
+        *,
+        probe: RouterProbe | None = None,
+        **options: Any,
+    ) -> RowSums:
         """Loss, supervised tokens and correct predictions of each row. With a key, dropout is active."""
-        states, labels, computed = self._token_states(model, batch, key)
+        states, labels, computed = self._token_states(model, batch, key, probe)
         return row_sums(states, labels, **computed, **options)
 
-    def token_loss(self, model: Any, batch: Mapping[str, Any], key: Any = None, **options: Any) -> Loss:
+    def token_loss(
+        self,
+        model: Any,
+        batch: Mapping[str, Any],
+        key: Any = None,
+        *,
+        probe: RouterProbe | None = None,
+        **options: Any,
+    ) -> Loss:
         """The loss over all supervised tokens: faster than `token_sums` if logits are computed in chunks."""
-        states, labels, computed = self._token_states(model, batch, key)
+        states, labels, computed = self._token_states(model, batch, key, probe)
         return token_loss(states, labels, **computed, **options)
 
-    def _token_states(self, model: Any, batch: Mapping[str, Any], key: Any) -> tuple[Any, Any, dict[str, Any]]:
+    def _token_states(
+        self, model: Any, batch: Mapping[str, Any], key: Any, probe: RouterProbe | None
+    ) -> tuple[Any, Any, dict[str, Any]]:
         """What a loss needs: logits, or hidden states with the head and the number of chunks; and the labels."""
         labels = valid_labels(batch)
         if not hasattr(model, "hidden_states") or not hasattr(model, "head"):
             return model(batch["input_ids"]), labels, {}
         # No attention mask: padding is on the right, which tokens of a causal model do not attend to.
         names = (*_POSITION_INPUTS, *(("attention_mask",) if getattr(model, "needs_attention_mask", False) else ()))
-        positions = {name: batch[name] for name in names if name in batch}
-        states = model.hidden_states(batch["input_ids"], **positions, deterministic=key is None, key=key)
+        inputs = {name: batch[name] for name in names if name in batch}
+        if probe is not None:
+            inputs["probe"] = probe
+        states = model.hidden_states(batch["input_ids"], **inputs, deterministic=key is None, key=key)
         return states, labels, {"head": model.head, "chunks": self._chunks(labels.shape)}
 
     def _chunks(self, shape: tuple[int, ...]) -> int:
@@ -289,7 +360,7 @@ class TextTrainer(BaseTrainer):
         asked, vocab_size = self.arguments.chunk_tokens, self.vocab_size
         if asked == 0 or (asked is None and vocab_size is None):
             return 1
-        tokens = math.prod(shape) // math.prod(self.mesh.shape[axis] for axis in ("dp", "fsdp", "sp"))
+        tokens = math.prod(shape) // (data_shards(self.mesh) * self.mesh.shape["sp"])
         return min(shape[1], max(1, -(-tokens // (asked or max(1, _MAX_LOGITS // (vocab_size or 1))))))
 
     def generate(

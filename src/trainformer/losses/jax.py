@@ -1,13 +1,12 @@
-"""Losses on JAX: token cross-entropy, with or without all logits in memory, and preference losses. Never imports torch.
+"""Token cross-entropy on JAX, with or without all logits in memory. Never imports torch.
 
 Token losses are (sum, weight) over supervised tokens in float32. With `chunks` only the logits of a part of the
 sequence exist at a time, and are recomputed for the gradient: those of 8k tokens and a vocabulary of 128k would take
-4 GiB. Preference losses are per pair and match `losses.preference`.
+4 GiB. Preference losses are in `jax_preference`, those of distillation in `jax_divergence`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trainformer.core.errors import BadArgument, check_choice, check_count, expected
+from trainformer.core.errors import BadArgument, check_count, expected
 from trainformer.core.types import Loss
 
 IGNORE_INDEX = -100
@@ -224,107 +223,3 @@ def _largest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     start = jnp.array(-jnp.inf, logits.dtype), jnp.array(jnp.iinfo(jnp.int32).max)
     return jax.lax.reduce((logits, index), start, larger, (logits.ndim - 1,))
-
-
-# -- preference losses -----------------------------------------------------------------------------------------------
-
-VARIANTS = ("sigmoid", "ipo", "hinge")
-
-# At higher mean log probabilities the odds p / (1 - p) have no finite gradient.
-_CERTAIN = -1e-6
-
-
-class PreferenceRewards(NamedTuple):
-    """Implicit rewards of the chosen and rejected answers, per pair, without gradient."""
-
-    chosen: jax.Array
-    rejected: jax.Array
-
-    @property
-    def margin(self) -> jax.Array:
-        """Reward of the chosen minus reward of the rejected answer."""
-        return self.chosen - self.rejected
-
-    @property
-    def correct(self) -> jax.Array:
-        """Whether the chosen answer has the higher reward."""
-        return self.chosen > self.rejected
-
-
-def dpo_loss(
-    policy: tuple[jax.Array, jax.Array],
-    reference: tuple[jax.Array, jax.Array],
-    beta: float = 0.1,
-    *,
-    label_smoothing: float = 0.0,
-    variant: str = "sigmoid",
-) -> jax.Array:
-    """Direct preference optimisation, per pair, from log probabilities (chosen, rejected), each (pairs,).
-
-    `variant` is `"sigmoid"` (`label_smoothing` is the assumed share of mislabelled pairs), `"hinge"`, or `"ipo"`, which
-    expects mean log probabilities per token instead of sums.
-
-    >>> lost = jnp.array([-12.0]), jnp.array([-10.0])
-    >>> same = jnp.array([-10.0]), jnp.array([-10.0])
-    >>> round(float(dpo_loss(lost, same)[0]), 4)
-    0.7981
-    """
-    check_choice("variant", variant, VARIANTS)
-    gap = (_float32(policy[0]) - _float32(reference[0])) - (_float32(policy[1]) - _float32(reference[1]))
-    if variant == "sigmoid":
-        return _smoothed(beta * gap, label_smoothing)
-    return jax.nn.relu(1 - beta * gap) if variant == "hinge" else jnp.square(gap - 1 / (2 * beta))
-
-
-def orpo_loss(policy: tuple[jax.Array, jax.Array], beta: float = 0.1) -> jax.Array:
-    """Odds ratio preference optimisation (no reference), per pair, from mean log probabilities per token.
-
-    >>> round(float(orpo_loss((jnp.array([-1.0]), jnp.array([-1.0])))[0]), 4)
-    1.0693
-    """
-    chosen, rejected = _float32(policy[0]), _float32(policy[1])
-    log_odds = (chosen - rejected) - (_log_complement(chosen) - _log_complement(rejected))
-    return -chosen - beta * jax.nn.log_sigmoid(log_odds)
-
-
-def simpo_loss(
-    policy: tuple[jax.Array, jax.Array], beta: float = 2.0, gamma: float = 1.0, *, label_smoothing: float = 0.0
-) -> jax.Array:
-    """Simple preference optimisation, per pair: `beta` times the gap of mean log probabilities, with margin `gamma`.
-
-    >>> round(float(simpo_loss((jnp.array([-1.0]), jnp.array([-1.5])))[0]), 4)
-    0.6931
-    """
-    return _smoothed(beta * (_float32(policy[0]) - _float32(policy[1])) - gamma, label_smoothing)
-
-
-def preference_rewards(
-    policy: tuple[jax.Array, jax.Array], reference: tuple[jax.Array, jax.Array] | None = None, beta: float = 0.1
-) -> PreferenceRewards:
-    """`beta` times the log-probability ratio of policy and reference, or without a reference of the policy alone.
-
-    >>> zeros = jnp.zeros(2)
-    >>> preference_rewards((jnp.array([1.0, -1.0]), zeros), (zeros, zeros)).correct.tolist()
-    [True, False]
-    """
-    ratios = policy if reference is None else [own - other for own, other in zip(policy, reference, strict=True)]
-    return PreferenceRewards(*(jax.lax.stop_gradient(beta * _float32(value)) for value in ratios))
-
-
-def _float32(value: jax.Array) -> jax.Array:
-    return jnp.asarray(value, jnp.float32)
-
-
-def _smoothed(logits: jax.Array, label_smoothing: float) -> jax.Array:
-    """Binary cross-entropy of "the first is better" with label smoothing."""
-    return label_smoothing * logits - jax.nn.log_sigmoid(logits)  # -log_sigmoid(-x) = x - log_sigmoid(x)
-
-
-def _log_complement(log_probs: jax.Array) -> jax.Array:
-    """log(1 - p) from log p. Each of the two formulas loses all precision where the other is exact."""
-    log_probs = jnp.minimum(log_probs, _CERTAIN)
-    likely = log_probs > -math.log(2)
-    # Each formula gets safe inputs where it is not used: its gradient would be infinite there, and 0 * inf is NaN.
-    near = jnp.log(-jnp.expm1(jnp.where(likely, log_probs, -1.0)))
-    far = jnp.log1p(-jnp.exp(jnp.where(likely, -1.0, log_probs)))
-    return jnp.where(likely, near, far)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from trainformer.backends.jax.compilation import DynamicBatchStep, JittedStep
 from trainformer.backends.jax.placement import Placer
-from trainformer.backends.jax.processes import RequestPoll
+from trainformer.backends.jax.processes import RequestPoll, gather_to_host
 from trainformer.backends.jax.step_metrics import read_scalars, start_reading, sum_scalars, unpack_metrics
 from trainformer.core.errors import BadArgument, NonFiniteError, expected
 from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, StepResult
@@ -213,7 +213,9 @@ class JaxBackend:
         output = self._eval_step(self.state, batch.data)
         if isinstance(self._eval_step, JittedStep):
             loss = {"loss": output["loss"]} if "loss" in output else {}  # an evaluation by rewards has none
-            return EvalResult(_pair_entries({**loss, **output["metrics"]}), {})
+            rows = output.get("rows", {})
+            rows = gather_to_host(rows) if jax.process_count() > 1 else rows
+            return EvalResult(_pair_entries({**loss, **output["metrics"]}), rows)
         return EvalResult(_user_entries(output, batch.size, prefix="eval_"), {})
 
     def read(self, scalars: Sequence[Any]) -> list[float]:

@@ -1,6 +1,6 @@
 """The device mesh, and where each array of a run lies on it.
 
-The mesh always has four axes; the rows of a batch are sharded over the first two. A sharding rule is a regex, searched
+The mesh has five axes; the rows of a batch are sharded over the first three. A sharding rule is a regex, searched
 for in the path of a parameter, and a PartitionSpec; the first match wins. Rules describe the weight of a single layer:
 if layers are stacked, leading dimensions are not sharded. Optimizer state is sharded like the parameters. States are
 created directly in their shards, so that no device ever holds the whole model.
@@ -27,10 +27,10 @@ from trainformer.core.errors import BadArgument, DataError, did_you_mean, expect
 
 logger = logging.getLogger("trainformer")
 
-AXES = ("dp", "fsdp", "tp", "sp")
-"""Data parallel, fully sharded data parallel, tensor parallel, sequence parallel."""
-DATA_AXES = ("dp", "fsdp")
-"""The axes over which the rows of a batch are sharded."""
+AXES = ("dp", "fsdp", "ep", "tp", "sp")
+"""Data parallel, fully sharded data parallel, expert parallel, tensor parallel, sequence parallel."""
+DATA_AXES = ("dp", "fsdp", "ep")
+"""The axes over which the rows of a batch are sharded. Only the weights of experts are sharded over ``ep``."""
 Rules = Sequence[tuple[str, Sequence[Any]]]
 """Regex, and for each dimension an axis, several axes, or None."""
 MIN_SHARDED_SIZE = 1024
@@ -40,19 +40,24 @@ MIN_SHARDED_SIZE = 1024
 # -- the mesh ----------------------------------------------------------------------------------------------------
 
 
-def resolve_dims(sharding_array: Sequence[int], n_devices: int) -> tuple[int, int, int, int]:
-    """The size of each mesh axis; one of them may be -1 and gets the remaining devices.
+def resolve_dims(sharding_array: Sequence[int], n_devices: int) -> tuple[int, ...]:
+    """The size of each mesh axis; one of them may be -1 and gets the remaining devices. Without ``ep`` there are four.
 
     >>> resolve_dims((1, -1, 2, 1), 8)
-    (1, 4, 2, 1)
+    (1, 4, 1, 2, 1)
+    >>> resolve_dims((1, -1, 4, 1, 1), 8)
+    (1, 2, 4, 1, 1)
     """
-    advice = f"Give one size for each of {', '.join(AXES)}; one of them may be -1, as in (1, -1, 1, 1)."
-    what = "sharding_array to hold four positive integers"
+    advice = (
+        "Give one size for each of dp, fsdp, tp, sp, or with experts of dp, fsdp, ep, tp, sp; one of them may be -1, "
+        "as in (1, -1, 1, 1)."
+    )
+    what = "sharding_array to hold four or five positive integers"
     try:
         dims = [int(d) for d in sharding_array if int(d) == d and not isinstance(d, (str, bool))]
     except (TypeError, ValueError) as error:
         raise BadArgument(expected(what, sharding_array, advice)) from error
-    if len(dims) != len(AXES) or len(sharding_array) != len(AXES) or any(d < 1 and d != -1 for d in dims):
+    if len(dims) not in (4, 5) or len(sharding_array) != len(dims) or any(d < 1 and d != -1 for d in dims):
         raise BadArgument(expected(what, sharding_array, advice))
     if dims.count(-1) > 1:
         raise BadArgument(expected("at most one -1 in sharding_array", sharding_array, advice))
@@ -69,8 +74,7 @@ def resolve_dims(sharding_array: Sequence[int], n_devices: int) -> tuple[int, in
             f"Expected the axes {dims} to multiply to the {n_devices} available devices, received {known}. "
             "Write -1 for the axis that takes the remaining devices."
         )
-    dp, fsdp, tp, sp = dims
-    return dp, fsdp, tp, sp
+    return tuple(dims) if len(dims) == len(AXES) else (*dims[:2], 1, *dims[2:])
 
 
 def make_mesh(sharding_array: Sequence[int] = (1, -1, 1, 1), devices: Sequence[Any] | None = None) -> Mesh:
@@ -83,7 +87,12 @@ def make_mesh(sharding_array: Sequence[int] = (1, -1, 1, 1), devices: Sequence[A
 
 def data_shards(mesh: Mesh) -> int:
     """Over how many devices the rows of a batch are sharded."""
-    return math.prod(mesh.shape[axis] for axis in DATA_AXES)
+    return math.prod(mesh.shape[axis] for axis in data_axes(mesh))
+
+
+def data_axes(mesh: Any) -> tuple[str, ...]:
+    """The axes of a mesh over which rows are sharded. A mesh that the user made may lack ``ep``."""
+    return tuple(axis for axis in DATA_AXES if axis in mesh.axis_names)
 
 
 # -- parameters --------------------------------------------------------------------------------------------------
@@ -130,7 +139,7 @@ def _axes(spec: Sequence[Any], mesh: Mesh) -> list[tuple[str, ...]]:
         raise BadArgument(expected("a sharding rule with a tuple of axes", spec, f"Write ({spec!r},)."))
     dims = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
     for axis in (axis for axes in dims for axis in axes):
-        if axis not in mesh.axis_names:
+        if axis not in (*mesh.axis_names, "ep"):
             advice = did_you_mean(str(axis), mesh.axis_names) or f"Axes are {', '.join(mesh.axis_names)}."
             raise BadArgument(expected("an axis of the mesh in a sharding rule", axis, advice))
     return dims
@@ -148,7 +157,7 @@ def _fit(name: str, wanted: list[tuple[str, ...]], shape: tuple[int, ...], mesh:
     for size, axes in zip(shape[len(spec) :], wanted, strict=True):
         kept: list[str] = []
         for axis in axes:
-            if mesh.shape[axis] == 1:
+            if mesh.shape.get(axis, 1) == 1:
                 continue
             if size % math.prod(mesh.shape[a] for a in (*kept, axis)):
                 left_out.append(axis)
@@ -293,14 +302,16 @@ def copy_to_mesh(tree: Any, shardings: Any) -> Any:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Rows sharded over the data axes."""
-    return NamedSharding(mesh, PartitionSpec(DATA_AXES))
+    return NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
 
 
 def check_rows(rows: int, mesh: Mesh, accumulation: int = 1) -> None:
     """Raise if a batch does not divide evenly over the devices and micro-batches."""
     shards = data_shards(mesh)
     if rows % (shards * accumulation):
-        parts = f"{shards} devices (dp * fsdp)" + (f" times {accumulation} micro-batches" if accumulation > 1 else "")
+        parts = f"{shards} devices ({' * '.join(data_axes(mesh))})" + (
+            f" times {accumulation} micro-batches" if accumulation > 1 else ""
+        )
         raise DataError(
             f"Expected a batch whose rows divide over {parts}, received {rows} rows. Use a batch size that is a "
             f"multiple of {shards * accumulation}, and drop or pad the last batch of an epoch."
@@ -313,9 +324,9 @@ def constrain_rows(tree: Any, axis: int = 0) -> Any:
     Rows that do not divide evenly are sharded too: XLA pads them, and masks the padding in every operation.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if not set(DATA_AXES) <= set(mesh.axis_names):
+    if not {"dp", "fsdp"} <= set(mesh.axis_names):
         return tree
-    spec = PartitionSpec(*[None] * axis, DATA_AXES)
+    spec = PartitionSpec(*[None] * axis, data_axes(mesh))
 
     def constrain(leaf: Any) -> Any:
         return leaf if jnp.ndim(leaf) <= axis else jax.lax.with_sharding_constraint(leaf, spec)

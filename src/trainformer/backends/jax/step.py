@@ -30,6 +30,18 @@ LossFunction = Callable[[nnx.Module, Mapping[str, Any], Any], Any]
 """``loss(model, batch, key)``: a mean over the batch's rows, that and a dict of metrics, a `Loss` or a `Mean`."""
 VALID = "_valid"
 """Key of a batch that marks its valid rows; the others are padding."""
+TOTALS = "_totals"
+"""Key of a batch with the totals of the whole step, if its loss depends on any."""
+
+
+class EvalOutput(NamedTuple):
+    """What an evaluation function may return instead of a loss: the loss, and arrays with a value for each row.
+
+    The rows of a whole evaluation are collected on the host, for metrics that are no means.
+    """
+
+    loss: Any
+    rows: Mapping[str, Any]
 
 
 class Sources(NamedTuple):
@@ -78,27 +90,33 @@ def make_train_step(
     clip: float | None = None,
     remat: Any = None,
     sources: Sources | None = None,
+    totals: Callable[[nnx.Module, Mapping[str, Any]], Any] | None = None,
 ) -> Callable[[TrainState, Mapping[str, Any]], tuple[TrainState, StepOutput]]:
     """A pure function ``(state, batch) -> (state, output)`` for a batch that holds a whole optimizer step.
 
     A step with a non-finite loss or gradient leaves parameters, optimizer state and variables unchanged, but still
     increments the step counter. So does a step whose weight is 0. `clip` is the maximum global gradient norm.
-    `sources` adds the loss of each source of a mixture to the metrics.
+    `sources` adds the loss of each source of a mixture to the metrics. `totals(model, batch)` returns arrays that are
+    summed over the micro-batches before the first of them; the loss finds the sums in ``batch[TOTALS]``.
     """
     if not isinstance(accumulation, int) or accumulation < 1:
         raise BadArgument(expected("accumulation to be a positive integer", accumulation))
     if clip is not None and not clip > 0:
         raise BadArgument(expected("clip to be positive, or None for no clipping", clip))
     forward = _forward(loss, compute_dtype, remat, sources=sources)
+    of_step = None if totals is None else _step_totals(totals, accumulation, compute_dtype)
 
     def train_step(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, StepOutput]:
+        totals_of_step = {} if of_step is None else {TOTALS: of_step(state, batch)}
         trained, frozen = partition(state.params, state.trainable)
         step_key = jax.random.fold_in(state.key, state.step)
         gradient = jax.value_and_grad(forward, has_aux=True)
 
         def micro_step(variables: Any, index: Any, micro_batch: Any) -> tuple[Any, Any, Any]:
             key = jax.random.fold_in(step_key, index)
-            (_, (sums, variables)), grads = gradient(trained, frozen, variables, state, micro_batch, key)
+            (_, (sums, variables)), grads = gradient(
+                trained, frozen, variables, state, {**micro_batch, **totals_of_step}, key
+            )
             return variables, sums, cast_floating(grads, jnp.float32)
 
         if accumulation == 1:
@@ -123,13 +141,19 @@ def make_train_step(
 def make_eval_step(
     loss: LossFunction, *, compute_dtype: Any = None
 ) -> Callable[[TrainState, Mapping[str, Any]], dict[str, Any]]:
-    """A pure function ``(state, batch) -> {"loss": (sum, weight), "metrics": {...}}``, with the model in eval mode."""
+    """A pure function ``(state, batch) -> {"loss": (sum, weight), "metrics": {...}}``, with the model in eval mode.
+
+    If the loss function returns an `EvalOutput`, there are "rows" too, with `VALID` among them.
+    """
     forward = _forward(loss, compute_dtype, remat=None, train=False)
 
     def eval_step(state: TrainState, batch: Mapping[str, Any]) -> dict[str, Any]:
         key = jax.random.fold_in(state.key, state.step)
         _, (sums, _) = forward(state.params, {}, state.variables, state, batch, key)
-        return {"loss": (sums["loss"], sums["weight"]), "metrics": sums["metrics"]}
+        found = {"loss": (sums["loss"], sums["weight"]), "metrics": sums["metrics"]}
+        if "rows" in sums:
+            found["rows"] = {VALID: batch.get(VALID, jnp.ones(_num_rows(batch), bool)), **sums["rows"]}
+        return found
 
     return eval_step
 
@@ -141,15 +165,9 @@ def _forward(
     loss: LossFunction, compute_dtype: Any, remat: Any, train: bool = True, sources: Sources | None = None
 ) -> Callable[..., Any]:
     policy = resolve_remat(remat)
-    dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
 
     def forward(trained: Any, frozen: Any, variables: Any, state: TrainState, batch: Any, key: Any) -> Any:
-        params = combine(trained, frozen)
-        if dtype is not None:
-            params = cast_floating(params, dtype)
-        model = state.merge(params, variables, key)
-        if dtype is not None and dtype != jnp.float32:
-            set_compute_dtype(model, dtype)
+        model = _merge(state, combine(trained, frozen), variables, key, compute_dtype)
         model.train() if train else model.eval()
         if sources is None:
             sums = _sums(_call(loss, model, batch, key), batch)
@@ -169,6 +187,17 @@ def _forward(
     )(trained, frozen, variables, batch, key)
 
 
+def _merge(state: TrainState, params: Any, variables: Any, key: Any, compute_dtype: Any) -> Any:
+    """The model with its parameters in the compute dtype."""
+    dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
+    if dtype is not None:
+        params = cast_floating(params, dtype)
+    model = state.merge(params, variables, key)
+    if dtype is not None and dtype != jnp.float32:
+        set_compute_dtype(model, dtype)
+    return model
+
+
 def _call(loss: LossFunction, model: nnx.Module, batch: Any, key: Any) -> Any:
     try:
         return loss(model, batch, key)
@@ -183,6 +212,8 @@ def _call(loss: LossFunction, model: nnx.Module, batch: Any, key: Any) -> Any:
 
 def _sums(output: Any, batch: Any) -> dict[str, Any]:
     """Sum, weight and metrics from the return value of a loss function."""
+    if isinstance(output, EvalOutput):
+        return {**_sums(output.loss, batch), "rows": dict(output.rows)}
     rows = valid_rows(batch)
     metrics = getattr(output, "metrics", None) or {}
     if isinstance(output, tuple) and not isinstance(output, (Loss, Mean)):
@@ -238,6 +269,8 @@ def valid_rows(batch: Any) -> Any:
 
 
 def _num_rows(batch: Any) -> int:
+    if isinstance(batch, Mapping) and TOTALS in batch:
+        batch = {name: column for name, column in batch.items() if name != TOTALS}
     for leaf in jax.tree.leaves(batch):
         if jnp.ndim(leaf):
             return leaf.shape[0]
@@ -247,7 +280,23 @@ def _num_rows(batch: Any) -> int:
 # -- the whole step ----------------------------------------------------------------------------------------------
 
 
-def _accumulate(micro_step: Callable[..., Any], variables: Any, batch: Any, accumulation: int) -> tuple[Any, Any, Any]:
+def _step_totals(totals: Callable[..., Any], accumulation: int, compute_dtype: Any) -> Callable[..., Any]:
+    """A function of (state, batch): the totals summed over micro-batches, with the model in eval mode."""
+
+    def of_step(state: TrainState, batch: Any) -> Any:
+        def micro_step(variables: Any, index: Any, micro_batch: Any) -> tuple[Any, Any]:
+            model = _merge(state, state.params, variables, state.key, compute_dtype)
+            model.eval()
+            return variables, jax.tree.map(_float32, totals(model, micro_batch))
+
+        if accumulation == 1:
+            return micro_step(state.variables, 0, batch)[1]
+        return _accumulate(micro_step, state.variables, batch, accumulation)[1]
+
+    return of_step
+
+
+def _accumulate(micro_step: Callable[..., Any], variables: Any, batch: Any, accumulation: int) -> tuple[Any, ...]:
     """Sum over micro-batches in a scan; variables (batch statistics) are carried from one to the next.
 
     The micro-batches of rows that do not divide differ by one row: those with one more are scanned first.
@@ -267,8 +316,8 @@ def _accumulate(micro_step: Callable[..., Any], variables: Any, batch: Any, accu
         if start < stop:
             pieces = jax.tree.map(partial(_micro_batches, accumulation=accumulation, start=start, stop=stop), batch)
             carry, _ = jax.lax.scan(body, carry, (jnp.arange(start, stop), pieces))
-    variables, (sums, grads) = carry
-    return variables, sums, grads
+    variables, totals = carry
+    return variables, *totals
 
 
 def _micro_batches(leaf: Any, accumulation: int, start: int, stop: int) -> Any:

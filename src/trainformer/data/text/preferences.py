@@ -29,6 +29,7 @@ logger = logging.getLogger("trainformer")
 
 Item = dict[str, Any]
 
+_BALANCE = (1.0, 4 / 3)  # of the weighted numbers of desirable and undesirable answers: equation 8 of the KTO paper
 _SHIFTS = 8  # ways to pair prompts with other answers that are tried
 _TRUE, _FALSE = ("true", "1"), ("false", "0")  # labels as text, as in CSV files
 _UNPAIRED = ("completion", "chat", "alpaca")  # schemas with one answer
@@ -288,6 +289,20 @@ def unpaired_tokens(
         return UnpairedStream(data, encoder, kl_length)
     records: Any = UnpairedRecords(data)
     return Unpaired(tokenize(records, encoder, cache_dir=cache_dir, name=name), kl_length, name)
+
+
+def check_balance(counts: tuple[int, int], weights: tuple[float, float]) -> None:
+    """Warn if the numbers of desirable and undesirable answers, times their weights, are out of balance."""
+    desirable, undesirable = counts
+    weighted = desirable * weights[0], undesirable * weights[1]
+    if not all(weighted):
+        logger.warning("all answers of the training data are %s", "desirable" if weighted[0] else "undesirable")
+    elif desirable != undesirable and not _BALANCE[0] - 1e-2 <= weighted[0] / weighted[1] <= _BALANCE[1] + 1e-2:
+        lowest, highest = (round(weighted[1] * bound / desirable, 2) for bound in _BALANCE)
+        logger.warning(
+            "%d desirable and %d undesirable answers: a desirable_weight from %s to %s would balance them",
+            desirable, undesirable, lowest, highest,
+        )  # fmt: skip
 
 
 def mismatched(item: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], length: int) -> Item:

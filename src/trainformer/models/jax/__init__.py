@@ -14,6 +14,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.models.jax.huggingface": ["load_model", "model_from_config", "save_model"],
         "trainformer.models.jax.layers": ["constrain"],
         "trainformer.models.jax.lora": ["apply_lora", "load_lora", "merge_lora", "save_lora"],
+        "trainformer.models.jax.moe": ["MoEConfig"],
         "trainformer.models.jax.resnet": ["ResNet", "ResNetConfig"],
         "trainformer.models.jax.vit": ["ViT", "ViTConfig"],
     },

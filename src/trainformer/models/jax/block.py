@@ -46,6 +46,8 @@ BLOCK_RULES: Rules = (
     (r"(q|k|v|qkv|gate|up)_proj/lora_b$", (None, "tp")),
     (r"(o|down)_proj/lora_a$", ("tp", None)),
     (r"(o|down)_proj/lora_b$", (None, "fsdp")),
+    (r"experts/(gate|up)_proj$", ("ep", "fsdp", "tp")),
+    (r"experts/down_proj$", ("ep", "tp", "fsdp")),
 )
 
 
@@ -121,6 +123,10 @@ class BlockConfig:
     def head_width(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
+    def feed_forward(self, rngs: nnx.Rngs, stack: tuple[int, ...]) -> nnx.Module:
+        """The feed-forward layers of a stack of blocks."""
+        return FeedForward(self, rngs, stack)
+
     @property
     def attention_scale(self) -> float:
         """The factor of the attention logits."""
@@ -131,6 +137,18 @@ class BlockConfig:
         """The kind of each layer."""
         types = (self.layer_types or (SLIDING,) * self.num_hidden_layers)[: self.num_hidden_layers]
         return tuple(LayerKind(self.sliding_window if kind == SLIDING else None) for kind in types)
+
+
+@dataclass
+class RouterProbe:
+    """Reduces the routing of each layer of a mixture of experts, during a forward pass.
+
+    `reduce` gets the router's logits (batch, sequence, experts) and the chosen experts (batch, sequence, per token).
+    Afterwards `found` has its results, stacked over layers.
+    """
+
+    reduce: Callable[[jax.Array, jax.Array], Any]
+    found: Any = None
 
 
 @dataclass(frozen=True)
@@ -258,7 +276,7 @@ class Block(nnx.Module):
         self.attention = Attention(config, rngs, stack)
         self.attention_output_norm = norm("post", "both")
         self.post_norm = norm("pre", "both")
-        self.mlp = FeedForward(config, rngs, stack)
+        self.mlp: Any = config.feed_forward(rngs, stack)
         self.mlp_output_norm = norm("post", "both")
 
     def __call__(
@@ -297,6 +315,7 @@ def run_layers(
     execution: Execution,
     key: Key,
     cache: KVCache | None = None,
+    probe: RouterProbe | None = None,
 ) -> jax.Array:
     """Apply all layers of the stack in a scan, each with its own key. `ropes` are the rotary tables that kinds name.
 
@@ -306,22 +325,26 @@ def run_layers(
     kinds = layers.config.layer_kinds
 
     # The arrays of the cache are carried along, not scanned over: so each layer updates its part of them in place.
-    def one(carry: tuple[jax.Array, Any], layer: tuple[Any, jax.Array], kind: LayerKind) -> tuple[Any, None]:
+    def one(carry: tuple[jax.Array, Any], layer: tuple[Any, jax.Array], kind: LayerKind) -> tuple[Any, Any]:
         (x, stored), (weights, number) = carry, layer
         own = None if key is None else jax.random.fold_in(key, number)
         rope = None if ropes is None or kind.rope is None else ropes[kind.rope]
         view = None if cache is None else LayerCache(stored, number, cache)
-        x = nnx.merge(graph, weights)(x, segments, rope, execution, own, kind.window, view)
-        return (x, None if view is None else view.arrays), None
+        block = nnx.merge(graph, weights)
+        x = block(x, segments, rope, execution, own, kind.window, view)
+        found = None if probe is None else probe.reduce(*block.mlp.routing)
+        return (x, None if view is None else view.arrays), found
 
     if execution.remat is not None:
         # A loop already prevents common subexpression elimination; the extra barrier would only cost time.
         loops = execution.unroll == 1 and all(count > 1 for _, count in layer_groups(kinds))
         one = jax.checkpoint(one, policy=execution.remat, prevent_cse=not loops, static_argnums=2)
     carry = x, None if cache is None else (cache.keys, cache.values)
-    (x, stored), _ = scan_layers(one, carry, (weights, jnp.arange(len(kinds))), kinds, execution.unroll)
+    (x, stored), found = scan_layers(one, carry, (weights, jnp.arange(len(kinds))), kinds, execution.unroll)
     if cache is not None:
         cache.keys, cache.values = stored
+    if probe is not None:
+        probe.found = found
     return x
 
 

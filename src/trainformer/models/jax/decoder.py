@@ -15,7 +15,15 @@ from flax import nnx
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.models.jax.attention import positions_of, segments_of
-from trainformer.models.jax.block import BLOCK_RULES, Block, BlockConfig, Model, Rules, run_layers
+from trainformer.models.jax.block import (
+    BLOCK_RULES,
+    Block,
+    BlockConfig,
+    Model,
+    RouterProbe,
+    Rules,
+    run_layers,
+)
 from trainformer.models.jax.cache import KVCache
 from trainformer.models.jax.layers import NORMS, Embedding, Key, Linear, constrain, dropout, key_source
 from trainformer.models.jax.rope import Rope
@@ -100,7 +108,7 @@ class Decoder(Model):
         self.embed_positions = nnx.data(
             None
             if config.rope
-            else Embedding(config.max_position_embeddings, config.hidden_size, rngs=rngs, scale=scale)
+            else Embedding(config.max_position_embeddings, config.hidden_size, rngs=rngs, scale=scale, axis=None)
         )
         self.layers = Block(config, rngs, (config.num_hidden_layers,))
         self.norm = NORMS[config.norm](config.hidden_size, config.norm_eps)
@@ -129,8 +137,12 @@ class Decoder(Model):
         deterministic: bool = True,
         key: Key = None,
         cache: KVCache | None = None,
+        probe: RouterProbe | None = None,
     ) -> jax.Array:
-        """The input of the head, after the last norm: (batch, sequence, hidden_size)."""
+        """The input of the head, after the last norm: (batch, sequence, hidden_size).
+
+        A `probe` observes the routers of a mixture of experts.
+        """
         config = self.config
         self._check(input_ids, consecutive=position_ids is None and segment_ids is None)
         keys = key_source(None if deterministic else key)
@@ -146,7 +158,7 @@ class Decoder(Model):
         segments = segments_of(attention_mask, segment_ids)
         if cache is not None:
             segments = cache.begin(segments)
-        x = run_layers(self.layers, x, segments, tables, self.execution, next(keys), cache)
+        x = run_layers(self.layers, x, segments, tables, self.execution, next(keys), cache, probe)
         if cache is not None:
             cache.length += input_ids.shape[1]
         return self.norm(x)

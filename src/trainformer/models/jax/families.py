@@ -30,6 +30,10 @@ _FAMILIES = {
     "gemma": ("gemma", "GEMMA"),
     "gemma2": ("gemma", "GEMMA"),
     "gemma3_text": ("gemma", "GEMMA"),
+    "mixtral": ("moe_families", "MOE"),
+    "qwen2_moe": ("moe_families", "MOE"),
+    "qwen3_moe": ("moe_families", "MOE"),
+    "olmoe": ("moe_families", "MOE"),
     "gpt2": ("gpt_families", "GPT2"),
     "gpt_neox": ("gpt_families", "NEOX"),
     "vit": ("vit", "VIT"),
@@ -41,6 +45,8 @@ _FAMILIES = {
 
 class Weight(NamedTuple):
     """Our path of a parameter and its HF name, with ``{}`` for the layer index if it is stacked here.
+
+    A ``*`` in the name is the index of an expert, whose arrays are stacked along the first axis.
 
     `axes` permutes HF's axes into ours: (1, 0) for torch's linear layers, None if they are the same. `dtype` is that
     in files if it is fixed.
@@ -68,7 +74,8 @@ class Family:
     """A family of HF models. `prefix` is the prefix of the base model's weights, absent in files without a head.
 
     `ignored` are regexes of weights in files that are not needed. `modules` are layers by path whose module names in
-    transformers differ from the names in its files.
+    transformers differ from the names in its files. `read_files` adapts the weights in files to the names here, or
+    the config to the weights; it returns the config.
     """
 
     read_config: Callable[[Mapping[str, Any]], Any]
@@ -80,6 +87,7 @@ class Family:
     fan_in_fan_out: bool = False  # peft: linear kernels are stored (in, out)
     task_type: str | None = None  # of peft
     modules: Mapping[str, str] = field(default_factory=dict)
+    read_files: Callable[[Any, Any], Any] = lambda config, weights: config
 
     def module_name(self, weight: Weight) -> str:
         """The module name of a linear layer in transformers, with ``{}`` if stacked."""

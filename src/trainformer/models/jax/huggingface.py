@@ -62,6 +62,7 @@ def load_model(
     place = place or (lambda _, array: jnp.asarray(array))
     initial = cache(lambda: flat_weights(model_from_config(ours, seed)))
     with open_weights(path) as weights:
+        ours = family.read_files(ours, weights)
         read = _reader(weights, family, ours, new_head, dtype)
         filled = []
         for parts, variable in shapes:
@@ -226,7 +227,12 @@ def _hf_weights(table: Sequence[Weight], flat: Mapping[str, Any]) -> Iterator[tu
             yield weight.name, weight.to_hf(array)
             continue
         for number, layer in enumerate(array):
-            yield weight.name.format(number), weight.to_hf(layer)
+            name, saved = weight.name.format(number), weight.to_hf(layer)
+            if "*" not in name:
+                yield name, saved
+                continue
+            for expert, part in enumerate(saved):
+                yield name.replace("*", str(expert)), part
 
 
 def saved_config(config: Any, family: Family, dtype: str) -> dict[str, Any]:

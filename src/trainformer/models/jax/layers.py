@@ -89,11 +89,39 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    def __init__(self, rows: int, width: int, *, rngs: nnx.Rngs, scale: float = 0.02) -> None:
+    """A table of vectors. `axis` is the axis of the mesh that shards its rows; ``fsdp`` shards its columns."""
+
+    def __init__(self, rows: int, width: int, *, rngs: nnx.Rngs, scale: float = 0.02, axis: str | None = "tp") -> None:
         self.embedding = nnx.Param(scale * jax.random.normal(rngs.params(), (rows, width)))
+        self.axis = axis
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        return jnp.take(self.embedding[...], ids, axis=0)
+        """The vectors of some tokens.
+
+        On a mesh each device looks up its part of the table for the rows of all devices along ``fsdp``, and they
+        exchange the results. Left to itself, the compiler replicates a whole activation on some meshes.
+        """
+        table, tokens = self.embedding[...], activation_spec(ids.shape, "batch", "sequence")
+        columns, rows = axis_size("fsdp"), axis_size(self.axis) if self.axis else 1
+        if ids.ndim != 2 or not (any(tokens) or columns > 1 or rows > 1):
+            return jnp.take(table, ids, axis=0)
+        split_columns = columns > 1 and table.shape[1] % columns == 0 and "fsdp" in (tokens[0] or ())
+        split_rows = rows > 1 and table.shape[0] % rows == 0
+
+        def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
+            if split_columns:
+                ids = jax.lax.all_gather(ids, "fsdp")
+            if split_rows:
+                ids = ids - jax.lax.axis_index(self.axis) * len(table)
+                is_here = (ids >= 0) & (ids < len(table))
+                found = jnp.where(is_here[..., None], jnp.take(table, jnp.where(is_here, ids, 0), axis=0), 0)
+                found = jax.lax.psum(found, self.axis)
+            else:
+                found = jnp.take(table, ids, axis=0)
+            return jax.lax.all_to_all(found, "fsdp", 0, found.ndim - 1, tiled=True)[0] if split_columns else found
+
+        parts = PartitionSpec(self.axis if split_rows else None, "fsdp" if split_columns else None)
+        return jax.shard_map(look_up, in_specs=(parts, tokens), out_specs=PartitionSpec(*tokens, None))(table, ids)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """The tied output layer of a language model."""
@@ -158,7 +186,7 @@ def key_source(key: Key) -> Iterator[Key]:
 
 # -- sharding constraints --------------------------------------------------------------------------------------------
 
-_MESH_AXES = {"batch": ("dp", "fsdp"), "sequence": ("sp",), "heads": ("tp",), "features": ("tp",)}
+_MESH_AXES = {"batch": ("dp", "fsdp", "ep"), "sequence": ("sp",), "heads": ("tp",), "features": ("tp",)}
 
 
 def axis_size(name: str) -> int:

@@ -224,6 +224,8 @@ def _layers_by_name(model: Model, layers: Mapping[str, Linear], name: str, argum
             {path.rsplit("/", 1)[-1] for path in layers} | {full.rsplit(".", 1)[-1] for full in hf_names.values()}
         )
         do = did_you_mean(name, known) or f"It has {', '.join(known)}."
+        if hasattr(model.config, "num_experts"):
+            do += " The weights of routers and experts are not adapted."
         raise BadArgument(expected(f"{argument} to name linear layers of this {type(model).__name__}", name, do))
     return found
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -29,7 +29,7 @@ class Weights:
 
     def __init__(self, folder: Path, names: Iterable[str], opened: ExitStack) -> None:
         self.folder = folder
-        self._file_of: dict[str, Any] = {}
+        self._arrays: dict[str, Callable[[], np.ndarray]] = {}
         for name in names:
             path = folder / name
             if not path.is_file():
@@ -38,16 +38,24 @@ class Weights:
                 file = opened.enter_context(safe_open(path, framework="numpy"))
             except (SafetensorError, OSError) as error:
                 raise DataError(f"{path} is not a readable safetensors file ({error}); it is damaged.") from error
-            self._file_of.update(dict.fromkeys(file.keys(), file))
+            self._arrays.update({key: partial(file.get_tensor, key) for key in file.keys()})  # noqa: SIM118
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._arrays
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
+        return iter(self._arrays)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._file_of[name].get_tensor(name)
+        return self._arrays[name]()
+
+    def take(self, name: str) -> Callable[[], np.ndarray]:
+        """Remove an array; the returned function still reads it."""
+        return self._arrays.pop(name)
+
+    def add(self, name: str, read: Callable[[], np.ndarray]) -> None:
+        """Add an array that is made of others when it is read."""
+        self._arrays[name] = read
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import jax
 from rich.console import Console
 
 from trainformer.backends.jax.backend import JaxBackend
+from trainformer.backends.jax.step import VALID
 from trainformer.callbacks.base import CallbackList, handlers_of, name_of
 from trainformer.callbacks.compat import unwrap_callback
 from trainformer.checkpointing import Checkpoint, CheckpointStore, StateComponent
@@ -60,7 +61,10 @@ class JaxSettings(CommonSettings):
 
 
 class JaxRun(Run):
-    """One run on JAX. `owner` is the trainer; `derive` computes further metrics from those of an evaluation."""
+    """One run on JAX. `owner` is the trainer; `derive` computes further metrics from those of an evaluation.
+
+    `summarize` computes metrics from the rows of a whole evaluation, by name.
+    """
 
     settings: JaxSettings
     backend: JaxBackend
@@ -78,6 +82,7 @@ class JaxRun(Run):
         passed: frozenset[str] = frozenset(),
         console: Console | None = None,
         derive: Callable[[dict[str, float]], dict[str, float]] | None = None,
+        summarize: Callable[[dict[str, Any]], dict[str, float]] | None = None,
         process_group: ProcessGroup | None = None,
     ) -> None:
         validate_settings(settings)
@@ -87,7 +92,7 @@ class JaxRun(Run):
             settings.save_async = False
             if process_group.is_main:
                 logger.warning("save_async needs a single process; with %d, saves block", process_group.world_size)
-        self._derive = derive
+        self._derive, self._summarize = derive, summarize
         parts = RunParts(
             settings=settings,
             options=FrontOptions(fresh_start_hint="pass resume=None in the arguments"),
@@ -205,9 +210,13 @@ class JaxRun(Run):
     def validate(self, name: str) -> dict[str, float]:
         source = self.val_sources[name]
         with eval_progress(self.callbacks, self.owner, source.batches_per_epoch) as advance, self.backend.run_context():
-            metrics, _ = evaluate(
-                self.backend, source.batches(0), self.backend.eval_step, False, advance, self.process_group
+            keep_rows = self._summarize is not None
+            metrics, rows = evaluate(
+                self.backend, source.batches(0), self.backend.eval_step, keep_rows, advance, self.process_group
             )
+        if self._summarize is not None and rows:
+            valid = rows.pop(VALID)
+            metrics |= self._summarize({name: values[valid] for name, values in rows.items()})
         if self._derive is not None:
             metrics |= self._derive(metrics)
         if name and not metrics:

@@ -8,7 +8,6 @@ step is divided, and nothing has to be saved to resume.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, get_args
@@ -20,7 +19,7 @@ from trainformer.core import Loss
 from trainformer.core.errors import check_choice
 from trainformer.data.text.collate import pad
 from trainformer.data.text.encode import IGNORE_INDEX
-from trainformer.data.text.preferences import Unpaired, UnpairedEncoder, unpaired_tokens
+from trainformer.data.text.preferences import Unpaired, UnpairedEncoder, check_balance, unpaired_tokens
 from trainformer.losses.numerics import check_positive
 from trainformer.losses.preference import KTOVariant, check_weight, kto_loss
 from trainformer.models.language import OutputStates
@@ -30,9 +29,6 @@ from trainformer.tasks.language.preference import check_truncation
 from trainformer.tasks.language.reference import AnswerScorer, ReferenceMixin
 from trainformer.tasks.language.router import RouterLossMixin
 
-logger = logging.getLogger("trainformer")
-
-_BALANCE = (1.0, 4 / 3)  # of the weighted numbers of desirable and undesirable answers: equation 8 of the paper
 _INPUTS = ("input_ids", "labels")
 
 
@@ -89,19 +85,8 @@ class KTO(RouterLossMixin, ReferenceMixin, GenerationMixin):
         options: Any = {"cache_dir": self.cache_dir, "name": data_name(train)}
         tokens = unpaired_tokens(dataset, encoder, kl=self.needs_divergence, **options)
         if train and isinstance(tokens, Unpaired):
-            self._check_balance(*tokens.label_counts())
+            check_balance(tokens.label_counts(), (self.desirable_weight, self.undesirable_weight))
         return tokens
-
-    def _check_balance(self, desirable: int, undesirable: int) -> None:
-        weighted = desirable * self.desirable_weight, undesirable * self.undesirable_weight
-        if not all(weighted):
-            logger.warning("all answers of the training data are %s", "desirable" if weighted[0] else "undesirable")
-        elif desirable != undesirable and not _BALANCE[0] - 1e-2 <= weighted[0] / weighted[1] <= _BALANCE[1] + 1e-2:
-            lowest, highest = (round(weighted[1] * bound / desirable, 2) for bound in _BALANCE)
-            logger.warning(
-                "%d desirable and %d undesirable answers: a desirable_weight from %s to %s would balance them",
-                desirable, undesirable, lowest, highest,
-            )  # fmt: skip
 
     def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
         pad_id = self.text_tokenizer.pad_token_id

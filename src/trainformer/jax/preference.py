@@ -1,0 +1,131 @@
+"""What the trainers on judged answers (DPO, KTO, reward models) share: arguments, and the reference model.
+
+Reference log probabilities are computed once; see `reference`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trainformer.backends.jax.step import VALID
+from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.jax.arguments import TrainingArguments
+from trainformer.jax.reference import ReferenceDigest, ScoredAnswers, Scorer, load_reference
+from trainformer.jax.text_trainer import TextArguments, TextTrainer
+from trainformer.jax.trainer_protocol import TrainerConfigureModelOutput
+
+
+@dataclass(kw_only=True)
+class AnswerArguments(TextArguments):
+    """`TextArguments` of trainers on judged answers, which are neither packed nor split."""
+
+    disable_dropout: bool = True
+
+    def check(self) -> None:
+        super().check()
+        if not isinstance(self.disable_dropout, bool):
+            raise BadArgument(expected("disable_dropout to be True or False", self.disable_dropout))
+        if self.packing:
+            raise BadArgument("Expected packing=False, received True. Answers cannot be packed: leave it out.")
+        if self.train_on_inputs:
+            raise BadArgument("Expected train_on_inputs to be left out, received True. Only answers enter the loss.")
+        if self.truncation == "split":
+            raise BadArgument(expected("truncation to be 'auto', 'truncate' or 'drop'", "split"))
+
+    def _weight(self, *names: str) -> None:
+        for name in names:
+            self._number(name, lambda v: 0 <= v < float("inf"), "0 or a positive number")
+
+    def _positive(self, *names: str) -> None:
+        for name in names:
+            self._number(name, lambda v: 0 < v < float("inf"), "a positive number")
+
+    def _number(self, name: str, fits: Callable[[Any], bool], words: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not fits(value):
+            raise BadArgument(expected(f"{name} to be {words}", value))
+
+
+class ReferenceTrainer(TextTrainer):
+    """Base class of trainers whose loss compares log probabilities with those of a reference model.
+
+    `reference_model` (a folder, a module, or a function that builds one) defaults to the model before training; with
+    LoRA, without the adapter. Its log probabilities are computed once, when the trainer is created, cached next to the
+    tokens and read with the data (as the column `reference`), so that only one model is on the devices during training.
+    A resumed run checks that it has the same reference.
+    """
+
+    masks_padding = True
+    score_name = "reference"  # of the cached scores, which differ between losses
+
+    def __init__(
+        self,
+        arguments: TrainingArguments,
+        model: Any = None,
+        processing_class: Any = None,
+        *,
+        reference_model: Any = None,
+        callbacks: Iterable[Any] | None = None,
+        **options: Any,
+    ) -> None:
+        arguments = self.arguments_type.from_arguments(arguments)
+        if reference_model is not None and not arguments.needs_reference:  # type: ignore[attr-defined]
+            what = f"no reference_model with loss_type={arguments.loss_type!r}"  # type: ignore[attr-defined]
+            what += ", reference_free=True" * getattr(arguments, "reference_free", False)
+            raise BadArgument(expected(what, reference_model, "Leave it out."))
+        self.reference_model = reference_model
+        self._scored: list[ScoredAnswers] = []
+        self._reference = ReferenceDigest()
+        super().__init__(arguments, model, processing_class, callbacks=[*(callbacks or ()), self._reference], **options)
+
+    @abstractmethod
+    def answer_log_probs(self, model: Any, batch: Mapping[str, Any]) -> jax.Array:
+        """What the reference is asked about a batch: log probabilities (rows, columns)."""
+
+    def with_reference(self, data: Any, kind: type) -> Any:
+        """The tokenised data, to be scored once there is a model, if the loss needs that."""
+        if not isinstance(data, kind):
+            do = "Pass a list of the first records, or the files."
+            raise DataError(expected("data with a length", "a stream", do))
+        self.update_batch_length(data)
+        if not self.arguments.needs_reference:
+            return data
+        self._scored.append(ScoredAnswers(data))
+        return self._scored[-1]
+
+    def configure_model(self) -> TrainerConfigureModelOutput:
+        """The model; before training, also the reference log probabilities of all answers."""
+        output = super().configure_model()
+        if self._scored:
+            state = output.state if self.reference_model is None else load_reference(self, self.reference_model)
+            lora = getattr(state.model, "lora", None)
+            # An adapter can be disabled for the reference, but layers that it replaced (modules_to_save) are lost.
+            if self.reference_model is None and self.lora and self.lora.folder and lora and lora.modules_to_save:
+                raise BadArgument(
+                    f"Expected a reference_model, since the adapter in {self.lora.folder} replaces whole layers "
+                    f"({', '.join(lora.modules_to_save)}). Pass the model without the adapter."
+                )
+            scorer = Scorer(
+                state,
+                self.mesh,
+                self.answer_log_probs,
+                self.create_collect_function(),
+                rows=self.batch_sizes.evaluation,
+                dtype=self.dtype,
+                name=self.score_name,
+            )
+            self._reference.digest = scorer.digest
+            for data in self._scored:
+                scorer(data)
+        return output
+
+
+def valid_rows(batch: Mapping[str, Any]) -> jax.Array:
+    """1.0 for each row of a batch that is no padding."""
+    return batch[VALID].astype(jnp.float32) if VALID in batch else jnp.ones(len(batch["input_ids"]), jnp.float32)
