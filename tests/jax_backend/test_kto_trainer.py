@@ -29,6 +29,11 @@ def other(folder, tmp_path_factory):
     return save_changed(folder, tmp_path_factory.mktemp("other"))
 
 
+class Stream:
+    def __iter__(self):
+        return iter(ANSWERS)
+
+
 def kto(folder, where, data=ANSWERS, **given):
     return trainer_of(KTOTrainer, KTOConfig, folder, data, where, **given)
 
@@ -112,4 +117,4 @@ def test_invalid_arguments_and_data_are_refused(folder, tmp_path):
     with pytest.raises(DataError, match="at least two records"):
         kto(folder, tmp_path, ANSWERS[:1])
     with pytest.raises(DataError, match="a stream"):
-        kto(folder, tmp_path, options={"train_dataset": iter(ANSWERS)})
+        kto(folder, tmp_path, options={"train_dataset": Stream()})

@@ -137,11 +137,11 @@ class TextTrainer(BaseTrainer):
         self.base_folder = str(model) if isinstance(model, (str, Path)) else None
         self._frozen: list[str] = []
         self._adapted: Any = None
+        self.text = _tokenizer(processing_class, self.base_folder)
         if model_state is None:
             model = self.load_model(model)
         elif self.lora is not None:
             raise BadArgument("Expected lora or model_state, received both. A model_state includes its adapter.")
-        self.text = _tokenizer(processing_class, self.base_folder)
         self._inspect_model(model_state.model if model_state is not None else model)
         self._longest = 0  # tokens of the longest sequence
         super().__init__(self.arguments, model, model_state=model_state, **options)
@@ -170,8 +170,7 @@ class TextTrainer(BaseTrainer):
         if model is not None and model is self._adapted:
             return model
         if isinstance(model, DecoderConfig):
-            check_family(model)
-            model = partial(_build_decoder, model)
+            model = self.build_decoder(model)
         model, lora, seed = super().load_model(model), self.lora, self.arguments.seed
         if lora is not None and isinstance(model, nnx.Module):
             self._frozen = [lora.apply(model, seed)]
@@ -187,6 +186,11 @@ class TextTrainer(BaseTrainer):
             nnx.eval_shape(lambda: adapted(nnx.Rngs(0)))  # the frozen pattern is needed before the weights
         self._adapted = model
         return model
+
+    def build_decoder(self, config: DecoderConfig) -> Callable[[nnx.Rngs], Decoder]:
+        """A function that builds the model of a config with random weights."""
+        check_family(config)
+        return partial(_build_decoder, config)
 
     def frozen_patterns(self) -> list[str]:
         return [*super().frozen_patterns(), *self._frozen]
