@@ -45,7 +45,8 @@ PUBLIC = {
     "find_latest_checkpoint from_project load_from_config preprocess_dataset validate_checkpoint",
     "trainformer.mini": "BaseHook BaseTrainer CheckpointingHook CudaMaxMemoryHook EmaHook ImageFileLoggerHook "
     "LoggingHook LossNoneWarning NonFiniteGradients ProgressHook WandbHook key_average map_nested_tensor",
-    "trainformer.jax": "AutoEasyDeLModelForCausalLM BaseTrainer BaseTrainerProtocol DPOConfig DPOTrainer "
+    "trainformer.jax": "AutoEasyDeLModelForCausalLM BaseTrainer BaseTrainerProtocol DPOConfig DPOTrainer DistillationConfig "
+    "DistillationTrainer "
     "EasyDeLOptimizers EasyDeLSchedulers EasyDeLState ImageClassificationTrainer KTOConfig KTOTrainer LoRAConfig "
     "ORPOConfig ORPOTrainer RewardConfig RewardTrainer SFTConfig SFTTrainer TrainState Trainer TrainerConfigureDataloaderOutput TrainerConfigureFunctionOutput "
     "TrainerConfigureModelOutput TrainingArguments",

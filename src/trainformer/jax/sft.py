@@ -121,7 +121,7 @@ class SFTTrainer(TextTrainer):
         **options: Any,
     ) -> None:
         self.formatting_func = formatting_func
-        arguments = SFTConfig.from_arguments(arguments)
+        arguments = self.arguments_type.from_arguments(arguments)
         if arguments.generation_interval is not None:
             options["callbacks"] = [*(options.get("callbacks") or ()), Previews(arguments)]
         super().__init__(arguments, model, processing_class, **options)

@@ -34,7 +34,7 @@ from trainformer.models.jax.lora import apply_lora, load_lora, merge_lora, save_
 _DEFAULT_LENGTH = 2048  # tokens, unless the user or the model asks for fewer
 _LENGTH_MULTIPLE = 64  # batch lengths are rounded up to it, to suit the hardware
 _MAX_LOGITS = 1 << 28  # elements that a device holds at once, 1 GiB in float32
-_POSITION_INPUTS = ("position_ids", "segment_ids")
+POSITION_INPUTS = ("position_ids", "segment_ids")
 
 
 @dataclass(kw_only=True)
@@ -250,7 +250,7 @@ class TextTrainer(BaseTrainer):
         if not hasattr(model, "hidden_states") or not hasattr(model, "head"):
             return row_sums(model(batch["input_ids"]), labels, **options)
         # No attention mask: padding is on the right, which tokens of a causal model do not attend to.
-        positions = {name: batch[name] for name in _POSITION_INPUTS if name in batch}
+        positions = {name: batch[name] for name in POSITION_INPUTS if name in batch}
         states = model.hidden_states(batch["input_ids"], **positions, deterministic=key is None, key=key)
         return row_sums(states, labels, model.head, chunks=self._chunks(labels.shape), **options)
 
