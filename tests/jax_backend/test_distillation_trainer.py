@@ -138,7 +138,7 @@ def test_packing_changes_neither_teacher_nor_loss(folder, teacher, logits, tmp_p
 def test_the_base_as_teacher_and_lora(folder, tmp_path):
     """The model before training: at first there is no divergence, later there is."""
     for lora in (None, LoRAConfig(r=2, targets="all-linear")):
-        options = {"teacher_model": "base", "eval_dataset": TEXTS, "lora": lora}
+        options = {"teacher_model": "base", "eval_dataset": TEXTS, "lora": lora, "mesh": devices((1, 2, 1, 1))}
         trainer = distil(folder, tmp_path / str(lora is None), alpha=0.1, learning_rate=1e-2, options=options)
         before = trainer.eval()
         assert before["eval_kl"] == pytest.approx(0.0, abs=1e-6)

@@ -136,8 +136,9 @@ class DistillationTrainer(SFTTrainer):
 
     def _copy(self, state: TrainState) -> TrainState:
         """The student before training, in memory of its own: the step donates that of the student."""
-        made = TrainState.create(state.model, optax.identity(), state.key)
-        return made.replace(params=jax.tree.map(jnp.copy, state.params))
+        copies = {name: jax.tree.map(jnp.copy, getattr(state, name)) for name in ("step", "params", "variables", "rng")}
+        tx = optax.identity()
+        return state.replace(**copies, opt_state=tx.init(copies["params"]), tx=tx)
 
     def _load_teacher(self) -> TrainState:
         model, key = BaseTrainer.load_model(self, self.teacher_model), jax.random.key(self.arguments.seed)
@@ -146,7 +147,8 @@ class DistillationTrainer(SFTTrainer):
         tokens = getattr(getattr(shape, "config", None), "vocab_size", None)
         if self.text is not None and tokens is not None and tokens < len(self.text):
             do = "Pass a teacher with the same tokenizer."
-            raise BadArgument(expected(f"a teacher with at least {len(self.text)} tokens, as the tokenizer has", tokens, do))
+            what = f"a teacher with at least {len(self.text)} tokens, as the tokenizer has"
+            raise BadArgument(expected(what, tokens, do))
         if self.arguments.packing and not isinstance(shape, Decoder):
             what = "a teacher that supports packing (segment_ids)"
             raise BadArgument(expected(what, type(shape).__name__, "Pass packing=False."))
