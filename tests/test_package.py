@@ -45,10 +45,10 @@ PUBLIC = {
     "find_latest_checkpoint from_project load_from_config preprocess_dataset validate_checkpoint",
     "trainformer.mini": "BaseHook BaseTrainer CheckpointingHook CudaMaxMemoryHook EmaHook ImageFileLoggerHook "
     "LoggingHook LossNoneWarning NonFiniteGradients ProgressHook WandbHook key_average map_nested_tensor",
-    "trainformer.jax": "AutoEasyDeLModelForCausalLM BaseTrainer BaseTrainerProtocol DPOConfig DPOTrainer DistillationConfig "
-    "DistillationTrainer "
-    "EasyDeLOptimizers EasyDeLSchedulers EasyDeLState ImageClassificationTrainer KTOConfig KTOTrainer LoRAConfig "
-    "ORPOConfig ORPOTrainer RewardConfig RewardTrainer SFTConfig SFTTrainer TrainState Trainer TrainerConfigureDataloaderOutput TrainerConfigureFunctionOutput "
+    "trainformer.jax": "AutoEasyDeLModelForCausalLM BaseTrainer BaseTrainerProtocol DPOConfig DPOTrainer "
+    "DistillationConfig DistillationTrainer EasyDeLOptimizers EasyDeLSchedulers EasyDeLState "
+    "ImageClassificationTrainer KTOConfig KTOTrainer LoRAConfig ORPOConfig ORPOTrainer RewardConfig RewardTrainer "
+    "SFTConfig SFTTrainer TrainState Trainer TrainerConfigureDataloaderOutput TrainerConfigureFunctionOutput "
     "TrainerConfigureModelOutput TrainingArguments",
     "trainformer.config": "Call Config ConfigList ConfigTuple Place Project REGISTRY Registry Var build_from_cfg "
     "load_config materialize to_dot to_json to_python to_tree to_yaml",

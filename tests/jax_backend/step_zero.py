@@ -12,7 +12,13 @@ from flax.traverse_util import flatten_dict
 from trainformer.models.jax.huggingface import flat_params, load_model
 
 LEARNING_RATE = 0.1
-ONE_STEP = {"max_steps": 1, "logging_steps": 1, "optimizer": "sgd", "learning_rate": LEARNING_RATE, "max_grad_norm": None}
+ONE_STEP = {
+    "max_steps": 1,
+    "logging_steps": 1,
+    "optimizer": "sgd",
+    "learning_rate": LEARNING_RATE,
+    "max_grad_norm": None,
+}
 ON_TORCH = {"max_steps": 1, "log_every": 1, "lr": LEARNING_RATE, "gradient_clip": None}
 _OF_THE_RUN = ("lr", "epoch", "samples", "second", "tokens", "memory", "wait", "grad_norm", "recompil", "blocked")
 

@@ -81,7 +81,10 @@ def test_other_losses_and_references_match_torch(folder, other, tmp_path, loss):
 
 
 SUMS = {
-    "supervised": {"loss": ["apo_zero", "nca_pair", "bco_pair", "sppo_hard", "sft"], "loss_weights": [1, 2, 0.5, 0.1, 1]},
+    "supervised": {
+        "loss": ["apo_zero", "nca_pair", "bco_pair", "sppo_hard", "sft"],
+        "loss_weights": [1, 2, 0.5, 0.1, 1],
+    },
     "smoothed": {"loss": ["robust", "exo_pair", "sigmoid"], "label_smoothing": 0.1, "f_divergence": "alpha_divergence"},
     "others": {"loss": ["sigmoid_norm", "apo_down", "discopop", "hinge"], "beta": 0.3},
 }

@@ -79,12 +79,10 @@ def test_a_single_process_unless_the_environment_describes_several():
         distributed_options({"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_PROCESS_ID": "one"})
 
 
-STEP = {
-    **{"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_NODEID": "1"},
-    **{"SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_GPUS_ON_NODE": "8"},
-}
-MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in
-    {"SIZE": "4", "RANK": "2", "LOCAL_SIZE": "1", "LOCAL_RANK": "0"}.items()}  # fmt: skip
+TASK = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_NODEID": "1"}
+STEP = {**TASK, "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_GPUS_ON_NODE": "8"}
+RANKS = {"SIZE": "4", "RANK": "2", "LOCAL_SIZE": "1", "LOCAL_RANK": "0"}
+MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in RANKS.items()}
 COORDINATOR = {"JAX_COORDINATOR_ADDRESS": "host:1"}
 
 

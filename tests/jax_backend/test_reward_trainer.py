@@ -161,10 +161,10 @@ def test_random_weights_and_what_is_refused(folder, tmp_path):
     assert AutoModelForSequenceClassification.from_pretrained(saved).config.num_labels == 1
     with pytest.raises(BadArgument, match="center_rewards_coefficient"):
         RewardConfig(center_rewards_coefficient=-1.0)
+    save_random(toys.llama(), tmp_path / "causal")
+    decoder, tokenizer = load_model(tmp_path / "causal"), {"processing_class": toys.chat_tokenizer()}
     with pytest.raises(BadArgument, match="a reward model, or the folder of a decoder, received 'Decoder'"):
-        save_random(toys.llama(), tmp_path / "causal")
-        tokenizer = {"processing_class": toys.chat_tokenizer()}
-        reward(load_model(tmp_path / "causal"), tmp_path, options=tokenizer)
+        reward(decoder, tmp_path, options=tokenizer)
     with pytest.raises(DataError, match="preference"):
         reward(folder, tmp_path, [{"text": "nothing to compare"}])
     with pytest.raises(DataError, match="at most max_length tokens"):

@@ -138,24 +138,28 @@ def test_losses_of_single_answers_and_rewards_match_torch():
     policy, reference = -rng.uniform(0.01, 60, (2, 16)).astype(np.float32)
     desirable, margin = rng.random(16) < 0.5, rng.random(16).astype(np.float32)
     weights = {"desirable_weight": 0.7, "undesirable_weight": 1.3}
+    of_torch = torch.tensor(reference), torch.tensor(desirable), 0.4, 0.3
     pairs = [
-        (lambda p, v=v: kto_loss(p, reference, desirable, 0.4, 0.3, variant=v, **weights),
-         lambda p, v=v: on_torch.kto_loss(p, torch.tensor(reference), torch.tensor(desirable), 0.4, 0.3, variant=v, **weights,
-                                     reduction="none"))
+        (
+            lambda p, v=v: kto_loss(p, reference, desirable, 0.4, 0.3, variant=v, **weights),
+            lambda p, v=v: on_torch.kto_loss(p, *of_torch, variant=v, **weights, reduction="none"),
+        )
         for v in KTO_VARIANTS
-    ]  # fmt: skip
-    pairs.append((
-        lambda p: reward_model_loss(p, reference, margin, center=0.1),
-        lambda p: on_torch.reward_model_loss(p, torch.tensor(reference), torch.tensor(margin), center=0.1,
-                                             reduction="none"),
-    ))  # fmt: skip
+    ]
+    given = torch.tensor(reference), torch.tensor(margin)
+    pairs.append(
+        (
+            lambda p: reward_model_loss(p, reference, margin, center=0.1),
+            lambda p: on_torch.reward_model_loss(p, *given, center=0.1, reduction="none"),
+        )
+    )
     for mine, theirs in pairs:
-        given = torch.tensor(policy, requires_grad=True)
-        wanted = theirs(given)
+        own = torch.tensor(policy, requires_grad=True)
+        wanted = theirs(own)
         wanted.sum().backward()
         np.testing.assert_allclose(mine(policy), wanted.detach().numpy(), rtol=1e-5, atol=1e-5)
         gradient = jax.grad(lambda p, mine=mine: mine(p).sum())(policy)
-        np.testing.assert_allclose(gradient, given.grad.numpy(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(gradient, own.grad.numpy(), rtol=1e-4, atol=1e-5)
 
 
 def test_rewards_match_torch():

@@ -102,7 +102,9 @@ class DistillationTrainer(SFTTrainer):
         if is_logits_folder(teacher_model):
             self._logits = open_logits(teacher_model, arguments.temperature)  # type: ignore[attr-defined]
         elif arguments.tail != "bucket":  # type: ignore[attr-defined]
-            raise BadArgument(expected("tail with a folder of teacher logits only", str(teacher_model), "Leave it out."))
+            raise BadArgument(
+                expected("tail with a folder of teacher logits only", str(teacher_model), "Leave it out.")
+            )
         self._teacher: TrainState | None = None
         self._traced: TrainState | None = None  # the same, as an argument of the step that is being traced
         self._digest = ReferenceDigest("teacher", "teacher_model")

@@ -8,7 +8,6 @@ divided, and nothing has to be saved to resume.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
