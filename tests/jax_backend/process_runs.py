@@ -26,10 +26,11 @@ def launched_by(launcher, port, number, processes):
         values = (processes, processes, number, number)
         step = {"SLURM_JOB_ID": str(port - LOWEST_PORT), "SLURM_STEP_NODELIST": "localhost"}
         return step | {name: str(value) for name, value in zip(names, values, strict=True)}
-    if launcher == "ompi":
+    if launcher in ("ompi", "ompi5"):
         names = ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")
         values = (processes, number, number, processes)
         job = {"OMPI_MCA_orte_hnp_uri": f"{(port - LOWEST_PORT) * 2**12}.0;tcp://127.0.0.1:34911"}
+        job = job if launcher == "ompi" else {}
         return job | {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in zip(names, values, strict=True)}
     own = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(processes)}
     return own | {"JAX_PROCESS_ID": str(number)}

@@ -194,5 +194,5 @@ def test_invalid_teachers_and_arguments_are_refused(folder, teacher, logits, tmp
     with pytest.raises(BadArgument, match="the tokenizer of the student"):
         distil(small, tmp_path, options={"teacher_model": teacher, "processing_class": tokenizer})
     more = [*TEXTS, {"prompt": "seven", "completion": " dogs"}]
-    with pytest.raises(DataError, match="none for '1 of 17 sequences"):
+    with pytest.raises(DataError, match="none for 1 of 17 sequences"):
         distil(folder, tmp_path, more, temperature=2.0, options={"teacher_model": logits})

@@ -1,4 +1,4 @@
-"""Token-level knowledge distillation on JAX: divergence of a student's predictions from a teacher's. Never imports torch.
+"""Token-level distillation on JAX: divergence of a student's predictions from a teacher's. Never imports torch.
 
 The divergence is the generalised Jensen-Shannon divergence of GKD, as in `losses.divergence`. With `chunks` only the
 logits of a part of the sequence exist at a time, those of the student and of the teacher, and are recomputed for the
@@ -84,22 +84,22 @@ def distillation_sums(
     (True, [4.0, 4.0])
     """
     labels = jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORE_INDEX)
-    is_top = isinstance(teacher, TopLogProbs)
-    given = (teacher.ids, teacher.log_probs) if is_top else (teacher.states,)
+    arrays: tuple[jax.Array, ...]
+    arrays = (teacher.ids, teacher.log_probs) if isinstance(teacher, TopLogProbs) else (teacher.states,)
 
-    def sums(states: jax.Array, labels: jax.Array, given: tuple[jax.Array, ...]) -> DistillationSums:
-        logits = states if head is None else head(states)
-        if is_top:
-            part: TeacherStates | TopLogProbs = teacher._replace(ids=given[0], log_probs=given[1])  # type: ignore[call-arg]
+    def sums(states: jax.Array, labels: jax.Array, *arrays: jax.Array) -> DistillationSums:
+        part: TeacherStates | TopLogProbs
+        if isinstance(teacher, TopLogProbs):
+            part = TopLogProbs(arrays[0], arrays[1], teacher.vocabulary, teacher.tail)
         else:
-            part = TeacherStates(given[0] if teacher.head is None else teacher.head(given[0]))  # type: ignore[union-attr]
-        return _sums(logits, labels, part, beta, temperature, alpha)
+            part = TeacherStates(arrays[0] if teacher.head is None else teacher.head(arrays[0]))
+        return _sums(states if head is None else head(states), labels, part, beta, temperature, alpha)
 
-    given = jax.lax.stop_gradient(given)
+    arrays = jax.lax.stop_gradient(arrays)
     if chunks == 1:
-        return sums(states, labels, given)
+        return sums(states, labels, *arrays)
     pieces = strided_chunks(states, chunks), strided_chunks(labels, chunks, IGNORE_INDEX)
-    chunked = *pieces, tuple(strided_chunks(array, chunks) for array in given)
+    chunked = *pieces, *(strided_chunks(array, chunks) for array in arrays)
 
     def body(carry: DistillationSums, chunk: tuple[jax.Array, ...]) -> tuple[DistillationSums, None]:
         return jax.tree.map(jnp.add, carry, jax.checkpoint(sums)(*chunk)), None

@@ -53,10 +53,10 @@ def _with_coordinator(environment: Environment) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if count is not None:
         options["num_processes"] = _integer(environment, count)
-    if count is not None and rank is not None:
+    if rank is not None:
         options["process_id"] = _integer(environment, rank)
-        # Nothing is left to detect, but jax would choose a single GPU in a job of Slurm.
-        return options | (_local_devices(environment) or {"cluster_detection_method": "deactivate"})
+    if len(options) == 2:  # nothing is left to detect, but jax would choose a single GPU in a job of Slurm
+        options |= _local_devices(environment) or {"cluster_detection_method": "deactivate"}
     return options
 
 
