@@ -29,6 +29,8 @@ _lazy, __dir__, __all__ = lazy_exports(
         "trainformer.jax.grpo": ["GRPOTrainer"],
         "trainformer.jax.grpo_config": ["GRPOConfig"],
         "trainformer.jax.kto": ["KTOConfig", "KTOTrainer"],
+        "trainformer.jax.reward": ["RewardConfig", "RewardTrainer"],
+        "trainformer.jax.distillation": ["DistillationConfig", "DistillationTrainer"],
         "trainformer.jax.image_classification": ["ImageClassificationTrainer"],
         "trainformer.backends.jax.state": ["EasyDeLState", "TrainState"],
     },

@@ -50,10 +50,14 @@ class ScoredAnswers(StoreView):
 
 
 class ReferenceDigest:
-    """A callback that stores a digest of the reference model in every checkpoint and compares it on resume."""
+    """A callback that stores a digest of the reference model in every checkpoint and compares it on resume.
 
-    def __init__(self) -> None:
+    `what` is the frozen model, and `argument` the one it is passed as.
+    """
+
+    def __init__(self, what: str = "reference model", argument: str = "reference_model") -> None:
         self.digest: str | None = None
+        self.what, self.argument = what, argument
 
     def on_train_begin(self, trainer: Any) -> None:
         """Nothing to do, but a callback must handle at least one event."""
@@ -68,8 +72,8 @@ class ReferenceDigest:
         """Refuse to resume with another reference: it would silently change the loss."""
         if state.get("reference") != self.digest:
             raise DataError(
-                "Expected the reference model that the run started with, received another one. Pass the same model and "
-                "reference_model, with the weights they had; a model that was trained since then is a different one."
+                f"Expected the {self.what} that the run started with, received another one. Pass the same model and "
+                f"{self.argument}, with the weights they had; a model that was trained since then is a different one."
             )
 
 

@@ -43,8 +43,8 @@ from trainformer.models.jax.quantization import check_quantization
 _DEFAULT_LENGTH = 2048  # tokens, unless the user or the model asks for fewer
 _LENGTH_MULTIPLE = 64  # batch lengths are rounded up to it, to suit the hardware
 _MAX_LOGITS = 1 << 28  # elements that a device holds at once, 1 GiB in float32
-_POSITION_INPUTS = ("position_ids", "segment_ids")
-_INPUTS = ("input_ids", *_POSITION_INPUTS)
+POSITION_INPUTS = ("position_ids", "segment_ids")
+_INPUTS = ("input_ids", *POSITION_INPUTS)
 
 
 @dataclass(kw_only=True)
@@ -158,6 +158,7 @@ class TextTrainer(BaseTrainer):
         if self.lora is not None and self.arguments.dtype == "fp8":
             do = "Pass dtype='bf16': fp8 makes the gradients of weights cheaper, and these are frozen."
             raise BadArgument(expected("fp8 without lora", "both", do))
+        self.text = _tokenizer(processing_class, self.base_folder)
         if model_state is None:
             if self.arguments.quantization is not None and self.lora is None:
                 do = "Pass lora=LoRAConfig(...): quantized weights are frozen, and LoRA is what is trained."
@@ -166,7 +167,6 @@ class TextTrainer(BaseTrainer):
         elif self.lora is not None or self.arguments.quantization is not None:
             given = "lora" if self.lora is not None else "quantization"
             raise BadArgument(f"Expected {given} or model_state, received both. A model_state includes its adapter.")
-        self.text = _tokenizer(processing_class, self.base_folder)
         self._inspect_model(model_state.model if model_state is not None else model)
         self._longest = 0  # tokens of the longest sequence
         self.router: RouterLoss | None = None
@@ -199,8 +199,7 @@ class TextTrainer(BaseTrainer):
         if model is not None and model is self._adapted:
             return model
         if isinstance(model, DecoderConfig):
-            check_family(model)
-            model = partial(_build_decoder, model)
+            model = self.build_decoder(model)
         model, lora = super().load_model(model), self.lora
         if lora is not None and isinstance(model, nnx.Module):
             self._frozen = [self._apply_lora(lora, model)]
@@ -223,6 +222,11 @@ class TextTrainer(BaseTrainer):
         if self.arguments.quantization is not None:
             quantize_frozen(model, self.arguments.quantization)
         return frozen
+
+    def build_decoder(self, config: DecoderConfig) -> Callable[[nnx.Rngs], Decoder]:
+        """A function that builds the model of a config with random weights."""
+        check_family(config)
+        return partial(_build_decoder, config)
 
     def frozen_patterns(self) -> list[str]:
         return [*super().frozen_patterns(), *self._frozen]
@@ -348,7 +352,7 @@ class TextTrainer(BaseTrainer):
         if not hasattr(model, "hidden_states") or not hasattr(model, "head"):
             return model(batch["input_ids"]), labels, {}
         # No attention mask: padding is on the right, which tokens of a causal model do not attend to.
-        names = (*_POSITION_INPUTS, *(("attention_mask",) if getattr(model, "needs_attention_mask", False) else ()))
+        names = (*POSITION_INPUTS, *(("attention_mask",) if getattr(model, "needs_attention_mask", False) else ()))
         inputs = {name: batch[name] for name in names if name in batch}
         if probe is not None:
             inputs["probe"] = probe
