@@ -1,4 +1,4 @@
-"""Models on JAX: a decoder for the Llama family and GPT-2, image classifiers, LoRA; HF folders in and out.
+"""Models on JAX: decoders, encoders, encoder-decoders, image classifiers, LoRA; HF folders in and out.
 
 Never imports torch.
 """
@@ -8,12 +8,14 @@ from trainformer.core.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
+        "trainformer.models.jax.bert": ["Bert", "BertConfig"],
         "trainformer.models.jax.convnext": ["ConvNext", "ConvNextConfig"],
         "trainformer.models.jax.decoder": ["Decoder", "DecoderConfig", "generate"],
         "trainformer.models.jax.huggingface": ["load_model", "model_from_config", "save_model"],
         "trainformer.models.jax.layers": ["constrain"],
         "trainformer.models.jax.lora": ["apply_lora", "load_lora", "merge_lora", "save_lora"],
         "trainformer.models.jax.resnet": ["ResNet", "ResNetConfig"],
+        "trainformer.models.jax.t5": ["T5", "T5Config"],
         "trainformer.models.jax.vit": ["ViT", "ViTConfig"],
     },
 )

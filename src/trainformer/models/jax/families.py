@@ -22,6 +22,11 @@ _FAMILIES = {
     "qwen2": ("decoder_families", "LLAMA"),
     "qwen3": ("decoder_families", "LLAMA"),
     "gpt2": ("decoder_families", "GPT2"),
+    "bert": ("bert_families", "BERT"),
+    "roberta": ("bert_families", "ROBERTA"),
+    "distilbert": ("bert_families", "DISTILBERT"),
+    "t5": ("t5_families", "T5_FAMILY"),
+    "mt5": ("t5_families", "T5_FAMILY"),
     "vit": ("vit", "VIT"),
     "trainformer_vit": ("vit", "VIT"),
     "resnet": ("resnet", "RESNET"),
@@ -33,13 +38,14 @@ class Weight(NamedTuple):
     """Our path of a parameter and its HF name, with ``{}`` for the layer index if it is stacked here.
 
     `axes` permutes HF's axes into ours: (1, 0) for torch's linear layers, None if they are the same. `dtype` is that
-    in files if it is fixed.
+    in files if it is fixed. `layers` is the number of stacked layers if it is not `num_hidden_layers`.
     """
 
     path: str
     name: str
     axes: tuple[int, ...] | None = None
     dtype: str | None = None
+    layers: int | None = None
 
     @property
     def stacked(self) -> bool:
@@ -58,7 +64,9 @@ class Family:
     """A family of HF models. `prefix` is the prefix of the base model's weights, absent in files without a head.
 
     `ignored` are regexes of weights in files that are not needed. `modules` are layers by path whose module names in
-    transformers differ from the names in its files.
+    transformers differ from the names in its files. `head` names the parameters that are new if a model is loaded with
+    another head. `renamed` are regexes of names in older files and the current names. `read_files` completes a config
+    from the weights themselves.
     """
 
     read_config: Callable[[Mapping[str, Any]], Any]
@@ -70,6 +78,9 @@ class Family:
     fan_in_fan_out: bool = False  # peft: linear kernels are stored (in, out)
     task_type: str | None = None  # of peft
     modules: Mapping[str, str] = field(default_factory=dict)
+    head: Callable[[Any], tuple[str, ...]] = lambda config: ("classifier/kernel", "classifier/bias")
+    renamed: tuple[tuple[str, str], ...] = ()
+    read_files: Callable[[Any, Any], Any] = lambda config, weights: config
 
     def module_name(self, weight: Weight) -> str:
         """The module name of a linear layer in transformers, with ``{}`` if stacked."""

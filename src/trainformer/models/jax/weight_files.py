@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ class Weights:
     def __init__(self, folder: Path, names: Iterable[str], opened: ExitStack) -> None:
         self.folder = folder
         self._file_of: dict[str, Any] = {}
+        self._saved_as: dict[str, str] = {}  # arrays with another name in their file
         for name in names:
             path = folder / name
             if not path.is_file():
@@ -47,7 +49,15 @@ class Weights:
         return iter(self._file_of)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._file_of[name].get_tensor(name)
+        return self._file_of[name].get_tensor(self._saved_as.get(name, name))
+
+    def rename(self, pattern: str, name: str) -> None:
+        """Replace a regex in the names of the arrays."""
+        for saved in list(self._file_of):
+            new = re.sub(pattern, name, saved)
+            if new != saved:
+                self._file_of[new] = self._file_of.pop(saved)
+                self._saved_as[new] = saved
 
 
 @contextmanager
