@@ -92,14 +92,19 @@ def gradients(model: Any, inputs: dict[str, Any], labels: Any) -> tuple[np.ndarr
     """Logits, the same loss, and gradients by path of one of our models."""
     graph, params = nnx.split(model)
     (loss, logits), grads = _gradients(graph, params, inputs, labels)
-    return np.asarray(logits), float(loss), {path: np.asarray(x) for path, x in flat_paths(grads.to_pure_dict()).items()}
+    return (
+        np.asarray(logits),
+        float(loss),
+        {path: np.asarray(x) for path, x in flat_paths(grads.to_pure_dict()).items()},
+    )
 
 
 @partial(jax.jit, static_argnums=0)
 def _gradients(graph: Any, params: Any, inputs: dict[str, jax.Array], labels: jax.Array) -> Any:
     def loss(params: Any) -> Any:
         logits = nnx.merge(graph, params)(**inputs)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
+        # No gather: XLA shards its gradient, a scatter, wrongly on meshes of three axes.
+        losses = optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, logits.shape[-1]))
         return jnp.sum(jnp.where(labels >= 0, losses, 0.0)) / jnp.sum(labels >= 0), logits
 
     return jax.value_and_grad(loss, has_aux=True)(params)

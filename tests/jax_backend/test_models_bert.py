@@ -78,7 +78,11 @@ def test_a_round_trip_is_bitwise(name, tmp_path):
 @pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert"])
 def test_a_new_classifier_opens_in_transformers(kind, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    options = {"bert": {}, "roberta": {"position_offset": 2, "type_vocab_size": 1}, "distilbert": {"type_vocab_size": 0}}
+    options = {
+        "bert": {},
+        "roberta": {"position_offset": 2, "type_vocab_size": 1},
+        "distilbert": {"type_vocab_size": 0},
+    }
     head = {"head": "sequence_classification", "num_labels": 3, "label_names": ("a", "b", "c")}
     config = BertConfig(vocab_size=64, model_type=kind, initializer_range=0.3, **sizes, **head, **options[kind])
     model = model_from_config(config, seed=2)
@@ -149,7 +153,9 @@ def test_packed_texts_do_not_see_each_other(tmp_path):
     for name in ("bert MaskedLM", "roberta MaskedLM"):
         saved(encoder(name), tmp_path)
         model, ids = load_model(tmp_path), batch(rows=1)["input_ids"]
-        apart = [gradients(model, {"input_ids": part}, np.zeros(part.shape, int))[0] for part in (ids[:, :5], ids[:, 5:])]
+        apart = [
+            gradients(model, {"input_ids": part}, np.zeros(part.shape, int))[0] for part in (ids[:, :5], ids[:, 5:])
+        ]
         segments = np.array([[1] * 5 + [2] * 7])
         together = gradients(model, {"input_ids": ids, "segment_ids": segments}, np.zeros((1, 12), int))[0]
         assert relative(together, np.concatenate(apart, axis=1)) <= 1e-5

@@ -1,4 +1,4 @@
-"""`TextTrainer`: the base of trainers for causal language models (tokenizer, lengths, forward pass, LoRA, saving).
+"""`TextTrainer`: the base of trainers for language models (tokenizer, lengths, forward pass, LoRA, saving).
 
 Tokenisation is in `data.text`, token losses are in `losses.jax`, models in `models.jax`; subclasses define the loss.
 """
@@ -28,6 +28,7 @@ from trainformer.jax.base_trainer import BaseTrainer
 from trainformer.jax.saving import new_files, save_trainer
 from trainformer.losses.jax import IGNORE_INDEX, RowSums, row_sums
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
+from trainformer.models.jax.families import family_of
 from trainformer.models.jax.huggingface import check_family
 from trainformer.models.jax.lora import apply_lora, load_lora, merge_lora, save_lora
 
@@ -109,7 +110,7 @@ class LoRAConfig:
 
 
 class TextTrainer(BaseTrainer):
-    """Base class of the trainers for causal language models.
+    """Base class of the trainers for language models.
 
     `model` is the folder (or hub name) of a model in HuggingFace format, a `DecoderConfig` for random weights, a
     module, or a function that builds one. `processing_class` is the tokenizer or its folder; default: the one in the
@@ -117,6 +118,9 @@ class TextTrainer(BaseTrainer):
     """
 
     arguments_type: ClassVar[type[TextArguments]] = TextArguments
+    #: The classes that the model must be one of (empty: any), and those that support packing.
+    model_types: ClassVar[tuple[type, ...]] = ()
+    packable: ClassVar[tuple[type, ...]] = (Decoder,)
     arguments: Any
 
     def __init__(
@@ -150,7 +154,11 @@ class TextTrainer(BaseTrainer):
     def _inspect_model(self, model: Any) -> None:
         """Set what the data depend on: maximum length and vocabulary size."""
         shape = model if isinstance(model, nnx.Module) else nnx.eval_shape(lambda: model(nnx.Rngs(0)))
-        config = getattr(shape, "config", None)
+        if self.model_types and not isinstance(shape, self.model_types):
+            names = " or ".join(kind.__name__ for kind in self.model_types)
+            do = "Pass its folder, or a configuration."
+            raise BadArgument(expected(f"a {names} of trainformer.models.jax", type(shape).__name__, do))
+        self.config = config = getattr(shape, "config", None)
         self._is_decoder = isinstance(shape, Decoder)
         self.vocab_size: int | None = getattr(config, "vocab_size", None)
         limit = getattr(config, "max_position_embeddings", None)
@@ -158,7 +166,7 @@ class TextTrainer(BaseTrainer):
         if asked is not None and limit is not None and asked > limit and getattr(config, "rope", None) is None:
             raise BadArgument(expected(f"max_sequence_length of at most {limit}, the positions of the model", asked))
         self.max_length: int = asked or min(_DEFAULT_LENGTH, limit or _DEFAULT_LENGTH)
-        if self.arguments.packing and not self._is_decoder:
+        if self.arguments.packing and not isinstance(shape, self.packable):
             do = "Pass packing=False."
             raise BadArgument(expected("a model that supports packing (segment_ids)", type(shape).__name__, do))
         tokens = None if self.text is None else len(self.text)
@@ -171,7 +179,7 @@ class TextTrainer(BaseTrainer):
             return model
         if isinstance(model, DecoderConfig):
             check_family(model)
-            model = partial(_build_decoder, model)
+            model = partial(build_model, model)
         model, lora, seed = super().load_model(model), self.lora, self.arguments.seed
         if lora is not None and isinstance(model, nnx.Module):
             self._frozen = [lora.apply(model, seed)]
@@ -291,8 +299,17 @@ def valid_labels(batch: Mapping[str, Any]) -> jax.Array:
     return jnp.where(batch[VALID].reshape(-1, *[1] * (labels.ndim - 1)), labels, IGNORE_INDEX)
 
 
-def _build_decoder(config: DecoderConfig, rngs: nnx.Rngs) -> Decoder:
-    return Decoder(config, rngs=rngs)
+def build_model(config: Any, rngs: nnx.Rngs) -> Any:
+    """A model of a config, with random weights."""
+    return family_of(config.model_type).build(config, rngs=rngs)
+
+
+def refuse_values(arguments: TextArguments, do: str, **allowed: tuple[Any, ...]) -> None:
+    """Raise for arguments of all text trainers that mean nothing for one of them. `allowed` are their values."""
+    for name, values in allowed.items():
+        if getattr(arguments, name) not in values:
+            what = f"{name}={' or '.join(map(repr, values))} in {type(arguments).__name__}"
+            raise BadArgument(expected(what, getattr(arguments, name), do))
 
 
 def _tokenizer(given: Any, folder: str | None) -> Any:

@@ -110,7 +110,9 @@ class MaskedLMHead(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(config.vocab_size))
 
     def __call__(self, states: jax.Array, embedding: Embedding) -> jax.Array:
-        logits = embedding.logits(self.norm(ACTIVATIONS[self.act](self.dense(states))))
+        states = self.norm(ACTIVATIONS[self.act](self.dense(states)))
+        # Without this constraint XLA computes a wrong gradient on meshes with dp, fsdp and tp.
+        logits = embedding.logits(constrain(states, "batch", "sequence", None))
         return constrain(logits + self.bias[...].astype(logits.dtype), "batch", "sequence", "features")
 
 

@@ -139,7 +139,9 @@ def weights(config: BertConfig) -> list[Weight]:
     found += layer_norm("embed_norm", f"{kind}.embeddings.LayerNorm")
     is_distilled = kind == "distilbert"
     layer = f"{kind}.transformer.layer.{{}}" if is_distilled else f"{kind}.encoder.layer.{{}}"
-    norms = ("sa_layer_norm", "output_layer_norm") if is_distilled else ("attention.output.LayerNorm", "output.LayerNorm")
+    norms = (
+        ("sa_layer_norm", "output_layer_norm") if is_distilled else ("attention.output.LayerNorm", "output.LayerNorm")
+    )
     for path, name in (_DISTILBERT_LAYER if is_distilled else _BERT_LAYER).items():
         found += linear(f"layers/{path}", f"{layer}.{name}", bias=True)
     for path, name in zip(("attention_norm", "output_norm"), norms, strict=True):
@@ -152,7 +154,11 @@ def head_weights(config: BertConfig) -> list[Weight]:
     kind = config.model_type
     if config.head == "masked_lm":
         dense, norm, bias = _LM_HEADS[kind]
-        return [*linear("output/dense", dense, bias=True), *layer_norm("output/norm", norm), Weight("output/bias", bias)]
+        return [
+            *linear("output/dense", dense, bias=True),
+            *layer_norm("output/norm", norm),
+            Weight("output/bias", bias),
+        ]
     if config.head == "token_classification":
         return [*linear("output/classifier", "classifier", bias=True)]
     pooler, classifier = _SEQUENCE_HEADS[kind]
