@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import jax
@@ -265,10 +264,6 @@ def test_an_encoder_decoder_learns_to_read_digits(tmp_path):
     right = np.mean([made == row["target"] for made, row in zip(written, data, strict=False)])
     assert found["eval_exact_match"] == pytest.approx(right)
     assert right > 0.5
-    mine.save_pretrained(tmp_path / "saved")
-    assert json.loads((tmp_path / "saved" / "config.json").read_text())["architectures"] == [
-        "T5ForConditionalGeneration"
-    ]
 
 
 def test_seq2seq_does_not_depend_on_the_mesh(tmp_path):
@@ -306,14 +301,14 @@ def test_arguments_that_mean_nothing_are_refused(words, bert_folder, tmp_path):
         masked(replace(tiny, vocab_size=320), tmp_path, options={"processing_class": toys.reading_tokenizer()})
     with pytest.raises(BadArgument, match="Expected a T5"):
         seq2seq(tiny, tmp_path, toys.digit_pairs(4), options={"processing_class": words})
+    config = T5Config(vocab_size=320, **SMALL, eos_token_id=5)
     with pytest.raises(BadArgument, match="eos_token_id"):
-        config = T5Config(vocab_size=320, **SMALL, eos_token_id=5)
         seq2seq(config, tmp_path, toys.digit_pairs(4), options={"processing_class": toys.reading_tokenizer()})
+    packed = SFTConfig(output_dir="run", packing=True, log="none")
     with pytest.raises(BadArgument, match="supports packing"):
-        config = {"output_dir": "run", "packing": True, "log": "none"}
-        SFTTrainer(SFTConfig(**config), bert_folder, train_dataset=TEXTS)
+        SFTTrainer(packed, bert_folder, train_dataset=TEXTS)
     with pytest.raises(DataError, match="at least two classes"):
         classifier(tiny, tmp_path, [{"text": "the", "label": 0}], options={"processing_class": words})
+    data = labelled("multi")
     with pytest.raises(BadArgument, match="problem='single'"):
-        data = labelled("multi")
         classifier(tiny, tmp_path, data, options={"processing_class": words}, label_smoothing=0.1)

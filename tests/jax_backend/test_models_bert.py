@@ -11,7 +11,7 @@ import pytest
 import transformers as hf
 from encoder_toys import batch, encoder, gradients, relative, saved, torch_gradients, torch_loss
 from flax import nnx
-from jax_model_toys import furthest
+from jax_model_toys import furthest, logits
 from peft import PeftModel
 from safetensors.numpy import load_file, save_file
 from test_models_sharded import mesh_of, placer
@@ -34,6 +34,10 @@ NAMES = [
 ]
 
 
+MASK = batch()["attention_mask"]
+SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
 def inputs_and_labels(name, classes):
     """With token types where the model has them; labels at a few tokens, or of the rows."""
     inputs = batch()
@@ -53,9 +57,9 @@ def test_logits_and_gradients_equal_transformers(name, tmp_path):
     ours = load_model(tmp_path)
     inputs, labels = inputs_and_labels(name, classes)
     wanted, their_loss = torch_loss(theirs, inputs, labels)
-    logits, loss, grads = gradients(ours, inputs, labels)
+    found, loss, grads = gradients(ours, inputs, labels)
     real = slice(None) if "Sequence" in name else inputs["attention_mask"] == 1
-    assert relative(logits[real], wanted.detach().numpy()[real]) <= 1e-5
+    assert relative(found[real], wanted.detach().numpy()[real]) <= 1e-5
     assert loss == pytest.approx(their_loss.item(), rel=1e-5)
     expected = torch_gradients(theirs, their_loss, ours.config)
     assert expected.keys() == grads.keys()
@@ -91,7 +95,7 @@ def test_a_new_classifier_opens_in_transformers(kind, tmp_path):
     assert opened.config.id2label == {0: "a", 1: "b", 2: "c"}
     assert opened.config.max_position_embeddings == 512 + config.position_offset
     wanted, _ = torch_loss(opened, batch(), np.zeros(4, int))
-    assert relative(gradients(model, batch(), np.zeros(4, int))[0], wanted.detach().numpy()) <= 1e-5
+    assert relative(logits(model, batch()["input_ids"], attention_mask=MASK), wanted.detach().numpy()) <= 1e-5
     assert load_model(tmp_path).config.label_names == ("a", "b", "c")
 
 
@@ -100,7 +104,7 @@ def test_another_head_begins_with_new_weights_and_says_so(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "trainformer"):
         model = load_model(tmp_path / "lm", head="sequence_classification", num_labels=4)
     assert "has no bert.pooler.dense.weight" in caplog.text
-    assert gradients(model, batch(), np.zeros(4, int))[0].shape == (4, 4)
+    assert model.output.classifier.kernel.shape == (32, 4)
     kernel = theirs.bert.encoder.layer[1].output.dense.weight.detach().numpy().T
     assert np.array_equal(model.layers.mlp.down_proj.kernel[...][1], kernel)
     model.save_pretrained(tmp_path / "classes")
@@ -114,7 +118,8 @@ def test_another_head_begins_with_new_weights_and_says_so(tmp_path, caplog):
     with pytest.raises(DataError, match=r"missing: cls\.predictions"):
         load_model(tmp_path / "base")
     base = load_model(tmp_path / "base", head="token_classification", num_labels=2)
-    assert gradients(base, batch(), np.zeros((4, 12), int))[0].shape == (4, 12, 2)
+    assert base.output.classifier.kernel.shape == (32, 2)
+    assert furthest(base.layers.mlp.down_proj.kernel[...], model.layers.mlp.down_proj.kernel[...]) == 0.0
 
 
 def test_weights_of_older_files_are_found(tmp_path):
@@ -136,28 +141,25 @@ def test_weights_of_older_files_are_found(tmp_path):
 def test_logits_and_gradients_do_not_depend_on_the_mesh(sizes, tmp_path):
     saved(encoder("bert MaskedLM"), tmp_path)
     inputs, labels = inputs_and_labels("bert MaskedLM", 64)
-    logits, loss, grads = gradients(load_model(tmp_path), inputs, labels)
-    with jax.set_mesh(mesh_of(*sizes)) as mesh:
-        ours = load_model(tmp_path, place=placer(Bert, mesh_of(*sizes)))
+    plain, loss, grads = gradients(load_model(tmp_path), inputs, labels)
+    mesh = mesh_of(*sizes)
+    with jax.set_mesh(mesh):
+        ours = load_model(tmp_path, place=placer(Bert, mesh))
         ours.configure(remat=jax.checkpoint_policies.nothing_saveable)
         got = gradients(ours, inputs, labels)
-    assert relative(got[0], logits) <= 1e-5
+    assert relative(got[0], plain) <= 1e-5
     assert got[1] == pytest.approx(loss, rel=1e-6)
     assert all(relative(got[2][path], grads[path]) <= 1e-4 for path in grads if not path.endswith("k_proj/bias"))
     kernel = ours.layers.attention.q_proj.kernel[...]
     assert {shard.data.shape for shard in kernel.addressable_shards} == {(2, 16, 16)}
-    del mesh
 
 
 def test_packed_texts_do_not_see_each_other(tmp_path):
     for name in ("bert MaskedLM", "roberta MaskedLM"):
         saved(encoder(name), tmp_path)
         model, ids = load_model(tmp_path), batch(rows=1)["input_ids"]
-        apart = [
-            gradients(model, {"input_ids": part}, np.zeros(part.shape, int))[0] for part in (ids[:, :5], ids[:, 5:])
-        ]
-        segments = np.array([[1] * 5 + [2] * 7])
-        together = gradients(model, {"input_ids": ids, "segment_ids": segments}, np.zeros((1, 12), int))[0]
+        apart = [logits(model, part) for part in (ids[:, :6], ids[:, 6:])]
+        together = logits(model, ids, segment_ids=np.array([[1] * 6 + [2] * 6]))
         assert relative(together, np.concatenate(apart, axis=1)) <= 1e-5
 
 
@@ -183,7 +185,7 @@ def test_lora_opens_in_peft(kind, tmp_path):
     save_lora(model, tmp_path / "adapter")
     opened = PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
     wanted = torch_loss(opened, batch(), np.zeros(4, int))[0].detach().numpy()
-    assert relative(gradients(merge_lora(model), batch(), np.zeros(4, int))[0], wanted) <= 1e-5
+    assert relative(logits(merge_lora(model), batch()["input_ids"], attention_mask=MASK), wanted) <= 1e-5
 
 
 def test_wrong_inputs_and_configs_are_refused(tmp_path):
@@ -201,6 +203,3 @@ def test_wrong_inputs_and_configs_are_refused(tmp_path):
         model_from_config(BertConfig(**SIZES, head="token_classification", num_labels=3, label_names=("a", "b")))
     with pytest.raises(BadArgument, match="is_decoder=False"):
         model_from_config({**hf.BertConfig(is_decoder=True).to_dict()})
-
-
-SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}

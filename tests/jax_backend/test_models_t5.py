@@ -21,6 +21,7 @@ from trainformer.core.errors import BadArgument
 from trainformer.models.jax import T5, T5Config, apply_lora, load_model, merge_lora, model_from_config, save_lora
 from trainformer.models.jax.t5 import relative_buckets
 
+SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 VERSIONS = {
     "t5": {},
     "t5 1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
@@ -84,11 +85,12 @@ def test_a_new_model_opens_in_transformers(gated, tmp_path):
     assert load_model(tmp_path).config.gated == gated
 
 
-def test_logits_and_gradients_do_not_depend_on_the_mesh(tmp_path):
+@pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 2, 2, 1)])
+def test_logits_and_gradients_do_not_depend_on_the_mesh(sizes, tmp_path):
     saved(made("t5"), tmp_path)
     inputs, labels = inputs_and_labels()
     logits, loss, grads = gradients(load_model(tmp_path), inputs, labels)
-    mesh = mesh_of(1, 2, 2, 2)
+    mesh = mesh_of(*sizes)
     with jax.set_mesh(mesh):
         ours = load_model(tmp_path, place=placer(T5, mesh))
         ours.configure(remat=jax.checkpoint_policies.nothing_saveable)
@@ -147,6 +149,3 @@ def test_wrong_inputs_and_configs_are_refused():
     model = model_from_config(T5Config(**SIZES, head_dim=4))
     with pytest.raises(BadArgument, match="decoder_input_ids"):
         model(np.ones((1, 4), np.int32))
-
-
-SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -50,12 +50,9 @@ class MaskedLMConfig(TextArguments):
     def check(self) -> None:
         super().check()
         self.dataset_text_field = self.dataset_text_field or "text"
-        if (
-            isinstance(self.mask_prob, bool)
-            or not isinstance(self.mask_prob, (int, float))
-            or not 0 < self.mask_prob < 1
-        ):
-            raise BadArgument(expected("mask_prob between 0 and 1", self.mask_prob, "0.15 is usual."))
+        share = self.mask_prob
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
+            raise BadArgument(expected("mask_prob between 0 and 1", share, "0.15 is usual."))
         for name, values in (("whole_word", (True, False)), ("eval_packing", (None, True, False))):
             if getattr(self, name) not in values:
                 raise BadArgument(expected(f"{name} to be {' or '.join(map(str, values))}", getattr(self, name)))
@@ -83,7 +80,8 @@ class MaskedLMTrainer(TextTrainer):
     >>> plain = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     >>> plain.pre_tokenizer = pre_tokenizers.Whitespace()
     >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, mask_token="[MASK]", pad_token="[PAD]")
-    >>> config = BertConfig(vocab_size=6, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> config = BertConfig(vocab_size=6, **sizes)
     >>> arguments = MaskedLMConfig(max_steps=1, log="none", output_dir="masked", total_batch_size=8)
     >>> trainer = MaskedLMTrainer(arguments, config, tokenizer, train_dataset=["a b c a b c"] * 8)
     >>> int(trainer.train().step)

@@ -81,7 +81,8 @@ class SequenceClassificationTrainer(TextTrainer):
     >>> plain = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     >>> plain.pre_tokenizer = pre_tokenizers.Whitespace()
     >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="[PAD]")
-    >>> config = BertConfig(vocab_size=4, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> config = BertConfig(vocab_size=4, **sizes)
     >>> arguments = SequenceClassificationConfig(max_steps=1, log="none", output_dir="classes", total_batch_size=8)
     >>> texts = [{"text": "good", "label": "yes"}, {"text": "bad", "label": "no"}] * 4
     >>> trainer = SequenceClassificationTrainer(arguments, config, tokenizer, train_dataset=texts)

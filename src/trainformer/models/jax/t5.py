@@ -134,7 +134,7 @@ class T5FeedForward(nnx.Module):
 
 
 class T5Block(nnx.Module):
-    """One layer, or a stack of layers; only a slice of a stack can be called. Those of a decoder have cross-attention."""
+    """One layer, or a stack of layers; only a slice of a stack can be called. `cross`: with cross-attention."""
 
     def __init__(self, config: T5Config, rngs: nnx.Rngs, stack: tuple[int, ...], *, cross: bool) -> None:
         self.rate = config.dropout_rate
