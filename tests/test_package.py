@@ -29,7 +29,8 @@ PUBLIC = {
     "MaskedAutoencoder MaxPool MomentumCopy byol_predictor byol_projector cosine_momentum feature_width load_weights "
     "make_pooler moco_projector moco_v3_predictor moco_v3_projector simclr_projector",
     "trainformer.models.jax": "Bert BertConfig ConvNext ConvNextConfig Decoder DecoderConfig ResNet ResNetConfig T5 "
-    "T5Config ViT ViTConfig apply_lora constrain generate load_lora load_model merge_lora model_from_config save_lora save_model",
+    "T5Config ViT ViTConfig apply_lora constrain generate load_lora load_model merge_lora model_from_config save_lora "
+    "save_model",
     "trainformer.data.augment": "BatchAugment MultiView byol classification dino fresh_keys mae moco moco_v3 simclr "
     "uniforms",
     "trainformer.hf": "AccelTrainer BaseTrainer BaseTrainingArguments BestRun DDPTrainer DivergenceDetector "
@@ -48,8 +49,8 @@ PUBLIC = {
     "trainformer.jax": "AutoEasyDeLModelForCausalLM BaseTrainer BaseTrainerProtocol DPOConfig DPOTrainer "
     "EasyDeLOptimizers EasyDeLSchedulers EasyDeLState ImageClassificationTrainer LoRAConfig MaskedLMConfig "
     "MaskedLMTrainer ORPOConfig ORPOTrainer SFTConfig SFTTrainer Seq2SeqConfig Seq2SeqTrainer "
-    "SequenceClassificationConfig SequenceClassificationTrainer TrainState Trainer TrainerConfigureDataloaderOutput TrainerConfigureFunctionOutput "
-    "TrainerConfigureModelOutput TrainingArguments",
+    "SequenceClassificationConfig SequenceClassificationTrainer TrainState Trainer TrainerConfigureDataloaderOutput "
+    "TrainerConfigureFunctionOutput TrainerConfigureModelOutput TrainingArguments",
     "trainformer.config": "Call Config ConfigList ConfigTuple Place Project REGISTRY Registry Var build_from_cfg "
     "load_config materialize to_dot to_json to_python to_tree to_yaml",
     "trainformer.report": "write_report",

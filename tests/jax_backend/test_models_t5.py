@@ -85,12 +85,11 @@ def test_a_new_model_opens_in_transformers(gated, tmp_path):
     assert load_model(tmp_path).config.gated == gated
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 2, 2, 1)])
-def test_logits_and_gradients_do_not_depend_on_the_mesh(sizes, tmp_path):
+def test_logits_and_gradients_do_not_depend_on_the_mesh(tmp_path):
     saved(made("t5"), tmp_path)
     inputs, labels = inputs_and_labels()
     logits, loss, grads = gradients(load_model(tmp_path), inputs, labels)
-    mesh = mesh_of(*sizes)
+    mesh = mesh_of(2, 2, 2, 1)
     with jax.set_mesh(mesh):
         ours = load_model(tmp_path, place=placer(T5, mesh))
         ours.configure(remat=jax.checkpoint_policies.nothing_saveable)

@@ -180,6 +180,8 @@ class TextTrainer(BaseTrainer):
         if isinstance(model, DecoderConfig):
             check_family(model)
             model = partial(build_model, model)
+        elif hasattr(model, "model_type"):  # a subclass builds its own configurations
+            raise BadArgument(expected(f"a model for {type(self).__name__}", type(model).__name__))
         model, lora, seed = super().load_model(model), self.lora, self.arguments.seed
         if lora is not None and isinstance(model, nnx.Module):
             self._frozen = [lora.apply(model, seed)]
