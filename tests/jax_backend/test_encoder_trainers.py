@@ -309,7 +309,7 @@ def test_arguments_that_mean_nothing_are_refused(words, bert_folder, tmp_path):
         masked(tiny, tmp_path)
     with pytest.raises(BadArgument, match="mask token"):
         masked(replace(tiny, vocab_size=320), tmp_path, options={"processing_class": toys.reading_tokenizer()})
-    with pytest.raises(BadArgument, match="Expected a T5"):
+    with pytest.raises(BadArgument, match="a model for Seq2SeqTrainer"):
         seq2seq(tiny, tmp_path, toys.digit_pairs(4), options={"processing_class": words})
     config = T5Config(vocab_size=320, **SMALL, eos_token_id=5)
     with pytest.raises(BadArgument, match="eos_token_id"):

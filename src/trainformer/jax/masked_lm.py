@@ -105,9 +105,9 @@ class MaskedLMTrainer(TextTrainer):
 
     def _inspect_model(self, model: Any) -> None:
         super()._inspect_model(model)
-        if self.config.head != "masked_lm":
+        if self.model_config.head != "masked_lm":
             do = "Build it with head='masked_lm', or pass its folder."
-            raise BadArgument(expected("a masked language model", f"head={self.config.head!r}", do))
+            raise BadArgument(expected("a masked language model", f"head={self.model_config.head!r}", do))
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         """Tokenised once, masked each time a text is read; packed into full rows with `packing`."""
@@ -121,7 +121,8 @@ class MaskedLMTrainer(TextTrainer):
         if arguments.dataset_text_field != "text":
             data = TextDataset(data, arguments.dataset_text_field)
         encoder = WordEncoder(self.text, self.max_length, whole_word=arguments.whole_word)
-        store = tokenize(data if has_tokens(data) else StandardRecords(data), encoder, **self.token_options(train))
+        records: Any = data if has_tokens(data) else StandardRecords(data)
+        store = tokenize(records, encoder, **self.token_options(train))
         masked = masked_dataset(store, self.text, arguments.mask_prob, fixed=not train)
         if arguments.packing if train or arguments.eval_packing is None else arguments.eval_packing:
             return PackedDataset(masked, self.max_length, causal=False)

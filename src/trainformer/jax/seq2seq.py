@@ -99,7 +99,7 @@ class Seq2SeqTrainer(TextTrainer):
     def _inspect_model(self, model: Any) -> None:
         super()._inspect_model(model)
         self._lengths = [0, 0]  # of the longest source and target
-        ours, theirs = self.config.eos_token_id, getattr(self.text, "eos_token_id", None)
+        ours, theirs = self.model_config.eos_token_id, getattr(self.text, "eos_token_id", None)
         if theirs is not None and theirs != ours:
             do = "Set eos_token_id in the configuration of the model: generation ends with it."
             raise BadArgument(expected(f"a model with the eos_token_id of the tokenizer ({theirs})", ours, do))
@@ -118,7 +118,7 @@ class Seq2SeqTrainer(TextTrainer):
         if is_stream(data):
             do = "Pass a list of the first records, or the files."
             raise DataError(expected("pairs with a length", type(data).__name__, do))
-        records = data if has_tokens(data) else StandardRecords(data)
+        records: Any = data if has_tokens(data) else StandardRecords(data)
         tokens = PairDataset(tokenize(records, self.pairs, **self.token_options(train)))
         multiple = math.lcm(_LENGTH_MULTIPLE, self.mesh.shape["sp"])
         limits = self.arguments.max_source_length, self.arguments.max_target_length

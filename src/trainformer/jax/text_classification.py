@@ -141,7 +141,7 @@ class SequenceClassificationTrainer(TextTrainer):
 
     def _inspect_model(self, model: Any) -> None:
         super()._inspect_model(model)
-        config = self.config
+        config = self.model_config
         if (config.head, config.num_labels) != (_HEAD, self.labels.count):
             do = f"Build it with head={_HEAD!r} and num_labels={self.labels.count}, or pass its folder."
             received = f"head={config.head!r} with num_labels={config.num_labels}"
@@ -253,9 +253,8 @@ def _find_labels(arguments: Any, records: Any, known: tuple[str, ...] | None) ->
         if not given:
             do = "Pass class_names or num_classes."
             raise BadArgument(expected("training data with labels, or known classes", type(records).__name__, do))
-        values, names = (), None
-    else:
-        values, names = label_values(records)
+        records = None
+    values, names = ((), None) if records is None else label_values(records)
     labels = read_labels(values, arguments.problem, arguments.class_names or names, arguments.num_classes, known)
     check_classes(labels, arguments.num_classes)
     return labels

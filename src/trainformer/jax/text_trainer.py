@@ -158,7 +158,8 @@ class TextTrainer(BaseTrainer):
             names = " or ".join(kind.__name__ for kind in self.model_types)
             do = "Pass its folder, or a configuration."
             raise BadArgument(expected(f"a {names} of trainformer.models.jax", type(shape).__name__, do))
-        self.config = config = getattr(shape, "config", None)
+        config = getattr(shape, "config", None)
+        self.model_config: Any = config
         self._is_decoder = isinstance(shape, Decoder)
         self.vocab_size: int | None = getattr(config, "vocab_size", None)
         limit = getattr(config, "max_position_embeddings", None)

@@ -151,6 +151,7 @@ class T5Block(nnx.Module):
         x = x + dropout(mixed, self.rate, next(keys))
         if self.cross_attention is not None and self.cross_norm is not None:
             memory, visible = context.memory, context.memory_visible
+            assert memory is not None, "of a decoder"
             mixed = self.cross_attention(self.cross_norm(x), memory, None, visible, next(keys))
             x = x + dropout(mixed, self.rate, next(keys))
         x = x + dropout(self.mlp(self.mlp_norm(x), next(keys)), self.rate, next(keys))
