@@ -218,7 +218,7 @@ def test_a_classifier_learns(words, tmp_path):
 
 def test_lora_trains_the_head_in_full_and_keeps_the_names(bert_folder, tmp_path):
     data = labelled()
-    trainer = classifier(bert_folder, tmp_path, data, options={"lora": LoRAConfig(r=2)})
+    trainer = classifier(bert_folder, tmp_path, data, options={"lora": LoRAConfig(r=2, targets="all-linear")})
     before = {path: np.asarray(value) for path, value in flat_params(trainer.model).items()}
     trainer.train()
     changed = {path for path, value in flat_params(trainer.model).items() if not np.array_equal(value, before[path])}

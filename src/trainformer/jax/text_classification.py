@@ -204,9 +204,10 @@ class SequenceClassificationTrainer(TextTrainer):
     def predict(self, texts: Any) -> np.ndarray:
         """The probabilities of the classes (texts, classes), or the values of a regression.
 
-        `texts` are texts, or records as in training; labels are not needed. Multi-label probabilities do not sum to 1.
+        `texts` is a text, a list of texts or of records as in training (labels are not needed), or the `Path` of a
+        file. Multi-label probabilities do not sum to 1.
         """
-        records = [texts] if isinstance(texts, str) and not Path(texts).exists() else records_of(texts, None)
+        records = [texts] if isinstance(texts, str) else records_of(texts, None)
         encoder = TextEncoder(self.text, self.max_length, self.labels, records[0], labelled=False)
         pieces = encoder.encode_all([records[i] for i in range(len(records))])
         samples = [{**split_item(piece._asdict()), "label": self.labels.encode(None)} for (piece,) in pieces]

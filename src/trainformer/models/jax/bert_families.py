@@ -57,7 +57,8 @@ def read_config(config: Mapping[str, Any]) -> BertConfig:
         fields |= {"type_vocab_size": 0, "classifier_dropout": fields.get("classifier_dropout", 0.2)}
     offset = 0
     if kind == "roberta":  # the first positions belong to padding
-        offset = int(config.get("pad_token_id", 1)) + 1
+        padding = config.get("pad_token_id")
+        offset = 2 if padding is None else int(padding) + 1
         fields["max_position_embeddings"] = fields.get("max_position_embeddings", 512) - offset
     names = [name for _, name in sorted((config.get("id2label") or {}).items(), key=lambda item: int(item[0]))]
     own = any(name != f"LABEL_{number}" for number, name in enumerate(names))

@@ -69,6 +69,7 @@ def apply_lora(
     layers = _linear_layers(model)
     chosen = _select_layers(model, layers, targets)
     full = tuple(_layers_by_name(model, layers, name, "modules_to_save")[0] for name in modules_to_save)
+    chosen = [path for path in chosen if targets != ALL_LINEAR or path not in full]
     settings = LoraSettings(r, float(alpha), float(dropout), tuple(chosen), full)
     for number, path in enumerate(chosen):
         kernel = layers[path].kernel[...]
