@@ -28,8 +28,9 @@ PUBLIC = {
     "trainformer.models": "AvgPool BNNeck ClassToken ClassificationHead DINOHead EmbeddingModel GeM MLPHead "
     "MaskedAutoencoder MaxPool MomentumCopy byol_predictor byol_projector cosine_momentum feature_width load_weights "
     "make_pooler moco_projector moco_v3_predictor moco_v3_projector simclr_projector",
-    "trainformer.models.jax": "ConvNext ConvNextConfig Decoder DecoderConfig MoEConfig ResNet ResNetConfig ViT "
-    "ViTConfig apply_lora constrain generate load_lora load_model merge_lora model_from_config save_lora save_model",
+    "trainformer.models.jax": "Bert BertConfig ConvNext ConvNextConfig Decoder DecoderConfig MoEConfig ResNet "
+    "ResNetConfig T5 T5Config ViT ViTConfig apply_lora constrain generate load_lora load_model merge_lora "
+    "model_from_config save_lora save_model",
     "trainformer.data.augment": "BatchAugment MultiView byol classification dino fresh_keys mae moco moco_v3 simclr "
     "uniforms",
     "trainformer.hf": "AccelTrainer BaseTrainer BaseTrainingArguments BestRun DDPTrainer DivergenceDetector "
@@ -47,8 +48,9 @@ PUBLIC = {
     "LoggingHook LossNoneWarning NonFiniteGradients ProgressHook WandbHook key_average map_nested_tensor",
     "trainformer.jax": "AutoEasyDeLModelForCausalLM BaseTrainer BaseTrainerProtocol DPOConfig DPOTrainer "
     "DistillationConfig DistillationTrainer EasyDeLOptimizers EasyDeLSchedulers EasyDeLState GRPOConfig GRPOTrainer "
-    "ImageClassificationTrainer KTOConfig KTOTrainer LoRAConfig ORPOConfig ORPOTrainer RewardConfig RewardTrainer "
-    "SFTConfig SFTTrainer TrainState Trainer TrainerConfigureDataloaderOutput TrainerConfigureFunctionOutput "
+    "ImageClassificationTrainer KTOConfig KTOTrainer LoRAConfig MaskedLMConfig MaskedLMTrainer ORPOConfig ORPOTrainer "
+    "RewardConfig RewardTrainer SFTConfig SFTTrainer Seq2SeqConfig Seq2SeqTrainer SequenceClassificationConfig "
+    "SequenceClassificationTrainer TrainState Trainer TrainerConfigureDataloaderOutput TrainerConfigureFunctionOutput "
     "TrainerConfigureModelOutput TrainingArguments",
     "trainformer.config": "Call Config ConfigList ConfigTuple Place Project REGISTRY Registry Var build_from_cfg "
     "load_config materialize to_dot to_json to_python to_tree to_yaml",

@@ -42,11 +42,15 @@ def train(folder: Path) -> None:
         GRPOConfig,
         GRPOTrainer,
         ImageClassificationTrainer,
+        MaskedLMTrainer,
+        Seq2SeqTrainer,
+        SequenceClassificationConfig,
+        SequenceClassificationTrainer,
         SFTConfig,
         SFTTrainer,
         TrainingArguments,
     )
-    from trainformer.models.jax import DecoderConfig, ViTConfig, load_model
+    from trainformer.models.jax import T5, BertConfig, DecoderConfig, ViTConfig, load_model
 
     texts = [{"text": f"{number} and {number} are {2 * number}"} for number in range(16)]
     tokenizer = train_tokenizer(texts, vocabulary=270)
@@ -67,6 +71,15 @@ def train(folder: Path) -> None:
         "reward_funcs": lambda completions: [len(text) for text in completions],
     }
     GRPOTrainer(arguments.replace(output_dir=str(folder / "runs/grpo")), str(folder / "saved"), **options).train()
+
+    assert all((MaskedLMTrainer, Seq2SeqTrainer, T5))
+    labelled = [{"text": text["text"], "label": number % 2} for number, text in enumerate(texts)]
+    where = {"output_dir": str(folder / "runs/classes"), "cache_dir": str(folder / "tokens"), "log": "none"}
+    arguments = SequenceClassificationConfig(**shared, **where, max_sequence_length=32)
+    bert = BertConfig(vocab_size=len(tokenizer), **sizes)
+    classes = SequenceClassificationTrainer(arguments, bert, tokenizer, train_dataset=labelled, eval_dataset=labelled)
+    classes.train()
+    assert classes.predict("2 and 2").shape == (1, 2)
 
     images = np.random.default_rng(0).integers(0, 255, (16, 8, 8, 1), dtype=np.uint8)
     data = {"image": images, "label": np.arange(16) % 2}

@@ -400,7 +400,7 @@ FILES = [
 
 
 def classify(*found):
-    from trainformer.tasks.language.labels import read_labels
+    from trainformer.data.text.labels import read_labels
 
     return read_labels(found)
 

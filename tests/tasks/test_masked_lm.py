@@ -13,8 +13,9 @@ import text_toys as toys
 from text_toys import batches_of, bert, checkpoint_of
 from trainformer.adapters import LoRA
 from trainformer.core.errors import BadArgument, DataError
+from trainformer.data.text.masking import MaskedDataset, WordEncoder, mask_tokens
 from trainformer.run import run_of
-from trainformer.tasks.language.masked_lm import MaskedDataset, MaskedLM, WordEncoder, mask_tokens
+from trainformer.tasks.language.masked_lm import MaskedLM
 
 WORDS = ["the", "quick", "brown", "foxes", "jumping", "over", "lazy", "dogs", "while", "seven", "wizards", "baking"]
 TEXTS = toys.sentences(WORDS)

@@ -19,7 +19,8 @@ from trainformer.adapters import LoRA
 from trainformer.cli import main
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.data.text.encode import EncodingReport
-from trainformer.tasks.language.seq2seq import PairEncoder, Seq2Seq
+from trainformer.data.text.source_target import PairEncoder
+from trainformer.tasks.language.seq2seq import Seq2Seq
 
 PAIRS = digit_pairs(24)
 

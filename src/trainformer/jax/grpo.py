@@ -131,7 +131,7 @@ class GRPOTrainer(TextTrainer):
             raise BadArgument(expected("a decoder of trainformer.models.jax", type(model).__name__, do))
         if self.text is None:
             raise BadArgument(expected("a tokenizer (processing_class) to generate with", None))
-        self.positions: int = arguments.max_sequence_length or self._config.max_position_embeddings
+        self.positions: int = arguments.max_sequence_length or self.model_config.max_position_embeddings
         most = (arguments.max_prompt_length or 1) + arguments.max_completion_length
         if most > self.positions:
             what = f"max_prompt_length and max_completion_length of at most {self.positions} together"

@@ -1,4 +1,4 @@
-"""`TextTrainer`: the base of trainers for causal language models (tokenizer, lengths, LoRA, generation, saving).
+"""`TextTrainer`: the base of trainers for language models (tokenizer, lengths, LoRA, generation, saving).
 
 Tokenisation is in `data.text`, token losses are in `losses.jax`, models in `models.jax`; subclasses define the loss.
 """
@@ -36,6 +36,7 @@ from trainformer.jax.trainer_protocol import TrainerConfigureFunctionOutput
 from trainformer.losses.jax import IGNORE_INDEX, RowSums, row_sums, token_loss
 from trainformer.models.jax.block import RouterProbe
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
+from trainformer.models.jax.families import family_of
 from trainformer.models.jax.huggingface import check_family
 from trainformer.models.jax.lora import apply_lora, load_lora, merge_lora, quantize_frozen, save_lora
 from trainformer.models.jax.quantization import check_quantization
@@ -126,7 +127,7 @@ class LoRAConfig:
 
 
 class TextTrainer(BaseTrainer):
-    """Base class of the trainers for causal language models.
+    """Base class of the trainers for language models.
 
     `model` is the folder (or hub name) of a model in HuggingFace format, a `DecoderConfig` for random weights, a
     module, or a function that builds one. `processing_class` is the tokenizer or its folder; default: the one in the
@@ -134,6 +135,9 @@ class TextTrainer(BaseTrainer):
     """
 
     arguments_type: ClassVar[type[TextArguments]] = TextArguments
+    #: The classes that the model must be one of (empty: any), and those that support packing.
+    model_types: ClassVar[tuple[type, ...]] = ()
+    packable: ClassVar[tuple[type, ...]] = (Decoder,)
     arguments: Any
 
     def __init__(
@@ -178,8 +182,12 @@ class TextTrainer(BaseTrainer):
     def _inspect_model(self, model: Any) -> None:
         """Set what the data depend on: maximum length and vocabulary size."""
         shape = model if isinstance(model, nnx.Module) else nnx.eval_shape(lambda: model(nnx.Rngs(0)))
-        self._config: Any = getattr(shape, "config", None)
-        config = self._config
+        if self.model_types and not isinstance(shape, self.model_types):
+            names = " or ".join(kind.__name__ for kind in self.model_types)
+            do = "Pass its folder, or a configuration."
+            raise BadArgument(expected(f"a {names} of trainformer.models.jax", type(shape).__name__, do))
+        config = getattr(shape, "config", None)
+        self.model_config: Any = config
         self._is_decoder = isinstance(shape, Decoder)
         self.vocab_size: int | None = getattr(config, "vocab_size", None)
         limit = getattr(config, "max_position_embeddings", None)
@@ -187,7 +195,7 @@ class TextTrainer(BaseTrainer):
         if asked is not None and limit is not None and asked > limit and getattr(config, "rope", None) is None:
             raise BadArgument(expected(f"max_sequence_length of at most {limit}, the positions of the model", asked))
         self.max_length: int = asked or min(_DEFAULT_LENGTH, limit or _DEFAULT_LENGTH)
-        if self.arguments.packing and not self._is_decoder:
+        if self.arguments.packing and not isinstance(shape, self.packable):
             do = "Pass packing=False."
             raise BadArgument(expected("a model that supports packing (segment_ids)", type(shape).__name__, do))
         tokens = None if self.text is None else len(self.text)
@@ -200,6 +208,8 @@ class TextTrainer(BaseTrainer):
             return model
         if isinstance(model, DecoderConfig):
             model = self.build_decoder(model)
+        elif hasattr(model, "model_type"):  # a subclass builds its own configurations
+            raise BadArgument(expected(f"a model for {type(self).__name__}", type(model).__name__))
         model, lora = super().load_model(model), self.lora
         if lora is not None and isinstance(model, nnx.Module):
             self._frozen = [self._apply_lora(lora, model)]
@@ -226,7 +236,7 @@ class TextTrainer(BaseTrainer):
     def build_decoder(self, config: DecoderConfig) -> Callable[[nnx.Rngs], Decoder]:
         """A function that builds the model of a config with random weights."""
         check_family(config)
-        return partial(_build_decoder, config)
+        return partial(build_model, config)
 
     def frozen_patterns(self) -> list[str]:
         return [*super().frozen_patterns(), *self._frozen]
@@ -281,7 +291,7 @@ class TextTrainer(BaseTrainer):
         return None if self.text is None else self.text.pad_token_id
 
     def configure_functions(self) -> TrainerConfigureFunctionOutput:
-        self.router = RouterLoss.of(self.arguments, self._config, self.batch_sizes.accumulation)
+        self.router = RouterLoss.of(self.arguments, self.model_config, self.batch_sizes.accumulation)
         return super().configure_functions()
 
     @property
@@ -440,8 +450,17 @@ def valid_labels(batch: Mapping[str, Any]) -> jax.Array:
     return jnp.where(batch[VALID].reshape(-1, *[1] * (labels.ndim - 1)), labels, IGNORE_INDEX)
 
 
-def _build_decoder(config: DecoderConfig, rngs: nnx.Rngs) -> Decoder:
-    return Decoder(config, rngs=rngs)
+def build_model(config: Any, rngs: nnx.Rngs) -> Any:
+    """A model of a config, with random weights."""
+    return family_of(config.model_type).build(config, rngs=rngs)
+
+
+def refuse_values(arguments: TextArguments, do: str, **allowed: tuple[Any, ...]) -> None:
+    """Raise for arguments of all text trainers that mean nothing for one of them. `allowed` are their values."""
+    for name, values in allowed.items():
+        if getattr(arguments, name) not in values:
+            what = f"{name}={' or '.join(map(repr, values))} in {type(arguments).__name__}"
+            raise BadArgument(expected(what, getattr(arguments, name), do))
 
 
 def _tokenizer(given: Any, folder: str | None) -> Any:

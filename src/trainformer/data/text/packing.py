@@ -70,8 +70,8 @@ class PackedDataset(IndexedDataset):
     """Packed sequences of whole documents, from a store (or a `Subset`, or any data with `input_ids` and `labels`).
 
     An item has the concatenated `input_ids` and `labels`, `position_ids` that start at 0 in each document, and the
-    `lengths` of the documents. The first label of every document is -100: the token before it belongs to another one.
-    `bins` are those of `pack` by default.
+    `lengths` of the documents. The first label of every document is -100: the token before it belongs to another one
+    (not with ``causal=False``, where labels belong to their own position). `bins` are those of `pack` by default.
 
     >>> data = [{"input_ids": [7, 8, 9], "labels": [7, 8, 9]}, {"input_ids": [4, 5], "labels": [4, 5]}]
     >>> packed = PackedDataset(data, capacity=8)
@@ -79,11 +79,14 @@ class PackedDataset(IndexedDataset):
     ([-100, 8, 9, -100, 5], [0, 1, 2, 0, 1], 0.625)
     """
 
-    def __init__(self, store: Any, capacity: int, bins: Sequence[Sequence[int]] | None = None) -> None:
+    def __init__(
+        self, store: Any, capacity: int, bins: Sequence[Sequence[int]] | None = None, *, causal: bool = True
+    ) -> None:
         sizes = lengths_of(store)
         bins = pack(sizes, capacity) if bins is None else bins
         self.store = store
         self.capacity = capacity
+        self.causal = causal
         # Flat arrays: a million small lists would take longer to send to a worker than to pack.
         self._documents = np.concatenate([np.asarray(documents, dtype=np.int64) for documents in bins])
         self._offsets = np.cumsum([0, *map(len, bins)])
@@ -107,15 +110,16 @@ class PackedDataset(IndexedDataset):
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         index = normalize_index(index, len(self))
         documents = self._documents[self._offsets[index] : self._offsets[index + 1]]
-        return join_documents([self.store[document] for document in documents.tolist()])
+        return join_documents([self.store[document] for document in documents.tolist()], self.causal)
 
 
-def join_documents(items: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+def join_documents(items: Sequence[Mapping[str, Any]], causal: bool = True) -> dict[str, np.ndarray]:
     """Concatenate documents with `input_ids` and `labels` to one sequence."""
     lengths = np.array([len(item["input_ids"]) for item in items], dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
     labels = np.concatenate([item["labels"] for item in items])
-    labels[starts] = IGNORE_INDEX
+    if causal:
+        labels[starts] = IGNORE_INDEX
     return {
         "input_ids": np.concatenate([item["input_ids"] for item in items]),
         "labels": labels,

@@ -1,4 +1,4 @@
-"""Models on JAX: a decoder for many families, image classifiers, LoRA; HF folders in and out.
+"""Models on JAX: decoders, encoders, encoder-decoders, image classifiers, LoRA; HF folders in and out.
 
 Never imports torch.
 """
@@ -8,6 +8,7 @@ from trainformer.core.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
+        "trainformer.models.jax.bert": ["Bert", "BertConfig"],
         "trainformer.models.jax.convnext": ["ConvNext", "ConvNextConfig"],
         "trainformer.models.jax.decoder": ["Decoder", "DecoderConfig"],
         "trainformer.models.jax.generation": ["generate"],
@@ -16,6 +17,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.models.jax.lora": ["apply_lora", "load_lora", "merge_lora", "save_lora"],
         "trainformer.models.jax.moe": ["MoEConfig"],
         "trainformer.models.jax.resnet": ["ResNet", "ResNetConfig"],
+        "trainformer.models.jax.t5": ["T5", "T5Config"],
         "trainformer.models.jax.vit": ["ViT", "ViTConfig"],
     },
 )

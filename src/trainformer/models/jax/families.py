@@ -36,6 +36,11 @@ _FAMILIES = {
     "olmoe": ("moe_families", "MOE"),
     "gpt2": ("gpt_families", "GPT2"),
     "gpt_neox": ("gpt_families", "NEOX"),
+    "bert": ("bert_families", "BERT"),
+    "roberta": ("bert_families", "ROBERTA"),
+    "distilbert": ("bert_families", "DISTILBERT"),
+    "t5": ("t5_families", "T5_FAMILY"),
+    "mt5": ("t5_families", "T5_FAMILY"),
     "vit": ("vit", "VIT"),
     "trainformer_vit": ("vit", "VIT"),
     "resnet": ("resnet", "RESNET"),
@@ -52,13 +57,14 @@ class Weight(NamedTuple):
     A ``*`` in the name is the index of an expert, whose arrays are stacked along the first axis.
 
     `axes` permutes HF's axes into ours: (1, 0) for torch's linear layers, None if they are the same. `dtype` is that
-    in files if it is fixed.
+    in files if it is fixed. `layers` is the number of stacked layers if it is not `num_hidden_layers`.
     """
 
     path: str
     name: str
     axes: tuple[int, ...] | None = None
     dtype: str | None = None
+    layers: int | None = None
 
     @property
     def stacked(self) -> bool:
@@ -77,8 +83,9 @@ class Family:
     """A family of HF models. `prefix` is the prefix of the base model's weights, absent in files without a head.
 
     `ignored` are regexes of weights in files that are not needed. `modules` are layers by path whose module names in
-    transformers differ from the names in its files. `read_files` adapts the weights in files to the names here, or
-    the config to the weights; it returns the config.
+    transformers differ from the names in its files. `head` names the parameters that are new if a model is loaded with
+    another head. `renamed` are regexes of names in older files and the current names. `read_files` adapts the weights
+    in files to the names here, or the config to the weights; it returns the config.
     """
 
     read_config: Callable[[Mapping[str, Any]], Any]
@@ -90,6 +97,8 @@ class Family:
     fan_in_fan_out: bool = False  # peft: linear kernels are stored (in, out)
     task_type: str | None = None  # of peft
     modules: Mapping[str, str] = field(default_factory=dict)
+    head: Callable[[Any], tuple[str, ...]] = lambda config: ("classifier/kernel", "classifier/bias")
+    renamed: tuple[tuple[str, str], ...] = ()
     read_files: Callable[[Any, Any], Any] = lambda config, weights: config
 
     def module_name(self, weight: Weight) -> str:

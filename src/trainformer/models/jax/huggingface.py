@@ -7,6 +7,7 @@ Converts between the separate layers of a file and our stacked layers. Weight na
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ from trainformer.models.jax.families import SCORED, Family, Weight, check_output
 from trainformer.models.jax.weight_files import Weights, open_weights, write_weights
 from trainformer.utils.files import decode_json
 
+logger = logging.getLogger("trainformer")
+
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 Place = Callable[[str, np.ndarray], jax.Array]
@@ -39,6 +42,7 @@ def load_model(
     *,
     place: Place | None = None,
     num_labels: int | None = None,
+    head: str | None = None,
     seed: int = 0,
     kind: type | None = None,
 ) -> Any:
@@ -46,26 +50,24 @@ def load_model(
 
     `place(path, array)` puts a parameter onto the devices, so that no device ever holds more than its shard.
     `num_labels` gives a classifier a new head if the saved one is missing or has another size; 1 opens a decoder as a
-    reward model.
+    reward model. `head` loads an encoder with another head (masked_lm, sequence_classification, token_classification),
+    which is new if it was not saved.
     """
     path = find_folder(folder)
     family, ours = read_model_config(path, scored=num_labels == 1)
     if kind is not None and family.build is not kind:
         raise BadArgument(expected(f"a model for {kind.__name__}", ours.model_type, "Use load_model instead."))
-    new_head: tuple[str, ...] = ()
-    if ours.model_type.endswith(SCORED):
-        new_head = ("score/kernel",)
-    elif num_labels is not None:
-        if not hasattr(ours, "num_labels"):
-            raise BadArgument(expected("num_labels for a classifier only", ours.model_type, "Leave it out."))
-        ours, new_head = replace(ours, num_labels=num_labels), ("classifier/kernel", "classifier/bias")
-    model = nnx.eval_shape(lambda: family.build(ours, rngs=nnx.Rngs(params=seed)))
-    graph, state = nnx.split(model)
-    shapes = nnx.to_flat_state(state)
+    new_head: tuple[str, ...] = ("score/kernel",)
+    if head is not None or num_labels not in (None, 1) or not ours.model_type.endswith(SCORED):
+        ours, new_head = _with_head(ours, family, head, num_labels)
     place = place or (lambda _, array: jnp.asarray(array))
     initial = cache(lambda: _initial_weights(family.build, ours, new_head, jnp.float32, jax.random.key(seed)))
     with open_weights(path) as weights:
+        for pattern, name in family.renamed:
+            weights.rename(pattern, name)
         ours = family.read_files(ours, weights)
+        graph, state = nnx.split(nnx.eval_shape(lambda: family.build(ours, rngs=nnx.Rngs(params=seed))))
+        shapes = nnx.to_flat_state(state)
         read = _reader(weights, family, ours, new_head, dtype)
         filled = []
         for parts, variable in shapes:
@@ -75,6 +77,20 @@ def load_model(
                 (parts, variable.replace(place(name, np.asarray(initial()[name]) if array is None else array)))
             )
     return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def _with_head(config: Any, family: Family, head: str | None, num_labels: int | None) -> tuple[Any, tuple[str, ...]]:
+    """The config with another head or number of labels, and the parameters that may then be new."""
+    changes: dict[str, Any] = {"head": head, "num_labels": num_labels}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    for name in changes:
+        is_masked = name == "num_labels" and (head or getattr(config, "head", None)) == "masked_lm"
+        if not hasattr(config, name) or is_masked:
+            kind = "an encoder" if name == "head" else "a classifier"
+            raise BadArgument(expected(f"{name} for {kind} only", config.model_type, "Leave it out."))
+    if num_labels is not None and num_labels != config.num_labels and hasattr(config, "label_names"):
+        changes["label_names"] = None
+    return replace(config, **changes), family.head(replace(config, **changes)) if changes else ()
 
 
 def _reader(
@@ -87,7 +103,7 @@ def _reader(
     names = {
         path: [
             weight.name.format(number).removeprefix(prefix)
-            for number in range(config.num_hidden_layers if weight.stacked else 1)
+            for number in range((weight.layers or config.num_hidden_layers) if weight.stacked else 1)
         ]
         for path, weight in table.items()
     }
@@ -98,6 +114,9 @@ def _reader(
     extra = [name for name in weights if name not in known and not any(re.search(rule, name) for rule in ignored)]
     if missing or extra:
         raise DataError(_mismatch(weights.folder, missing, extra))
+    new = [names[path][0] for path in new_head if names[path][0] not in weights]
+    if new:
+        logger.warning("%s has no %s: training begins with new weights there", weights.folder, ", ".join(new))
 
     def read(path: str, variable: Any) -> np.ndarray | None:
         weight, shape = table[path], variable.shape

@@ -36,7 +36,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 # As in peft: queries and values.
 DEFAULT_TARGETS = ("q_proj", "v_proj", "qkv_proj")
-_HEADS = ("lm_head", "classifier", "score")
+_HEADS = ("lm_head", "classifier", "output/classifier", "score")
 # Options of peft adapters that are not supported.
 _VARIANTS = (
     *("rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "use_qalora", "use_bdlora", "layer_replication"),
@@ -73,6 +73,7 @@ def apply_lora(
     layers = _linear_layers(model)
     chosen = _select_layers(model, layers, targets)
     full = tuple(_layers_by_name(model, layers, name, "modules_to_save")[0] for name in modules_to_save)
+    chosen = [path for path in chosen if targets != ALL_LINEAR or path not in full]
     settings = LoraSettings(r, float(alpha), float(dropout), tuple(chosen), full)
     for number, path in enumerate(chosen):
         kernel = layers[path].kernel[...]
@@ -170,7 +171,8 @@ def load_lora(model: Model, folder: AnyFolder) -> str:
     with open_weights(path, WEIGHTS) as weights:
         left, found = set(weights), []
         for own, name in names.items():
-            pair = [_stacked_matrix(weights, model, name, letter, left) for letter in "AB"]
+            count = layers[own].kernel.shape[0] if "{}" in name else 1
+            pair = [_stacked_matrix(weights, count, name, letter, left) for letter in "AB"]
             if pair[0] is not None and pair[1] is not None:
                 _attach(layers[own], jnp.asarray(pair[0]), jnp.asarray(pair[1]), scale, settings.dropout)
                 found.append(own)
@@ -264,9 +266,8 @@ def _check_no_lora(model: Model) -> None:
 # -- peft's files ------------------------------------------------------------------------------------------
 
 
-def _stacked_matrix(weights: Weights, model: Model, name: str, letter: str, left: set[str]) -> np.ndarray | None:
+def _stacked_matrix(weights: Weights, count: int, name: str, letter: str, left: set[str]) -> np.ndarray | None:
     """The A or B matrices of all layers, stacked; None if no layer has one. Some layers without LoRA are an error."""
-    count = model.config.num_hidden_layers if "{}" in name else 1
     keys = [f"{_PREFIX}{name.format(number)}.lora_{letter}.weight" for number in range(count)]
     present = [key for key in keys if key in weights]
     if not present:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -56,6 +57,10 @@ class Weights:
     def add(self, name: str, read: Callable[[], np.ndarray]) -> None:
         """Add an array that is made of others when it is read."""
         self._arrays[name] = read
+
+    def rename(self, pattern: str, name: str) -> None:
+        """Replace a regex in the names of the arrays."""
+        self._arrays = {re.sub(pattern, name, saved): read for saved, read in self._arrays.items()}
 
 
 @contextmanager

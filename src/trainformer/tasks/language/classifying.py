@@ -21,8 +21,8 @@ from trainformer.core.errors import expected
 from trainformer.core.optional import require
 from trainformer.data.fetcher import unwrap_subsets
 from trainformer.data.metadata import DatasetInfo
+from trainformer.data.text.labels import PROBLEM_TYPES, Labels, Problem, check_classes, check_names, read_labels
 from trainformer.tasks.language.base import TextTask
-from trainformer.tasks.language.labels import PROBLEM_TYPES, Labels, Problem, check_classes, check_names, read_labels
 
 
 class ClassifyingTask(TextTask):

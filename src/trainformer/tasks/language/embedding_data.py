@@ -18,7 +18,7 @@ from trainformer.data.text.collate import pad
 from trainformer.data.text.encode import Encoded, EncodingReport
 from trainformer.data.text.schemas import TEXT_KEYS, expected_value, require_key
 from trainformer.data.text.store import StoreView
-from trainformer.tasks.language.token_records import (
+from trainformer.data.text.token_records import (
     PartsEncoder,
     find_keys,
     from_int32,

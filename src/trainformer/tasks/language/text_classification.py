@@ -19,29 +19,17 @@ from trainformer.adapters.base import unwrap_model
 from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import expected
 from trainformer.data.metadata import DatasetInfo
-from trainformer.data.text.encode import Encoded, EncodingReport
-from trainformer.data.text.schemas import TEXT_KEYS, require_key
+from trainformer.data.text.labelled import LabelledTexts, TextEncoder, label_values, split_item
+from trainformer.data.text.labels import Problem
 from trainformer.data.text.sources import records_of
-from trainformer.data.text.store import StoreView
+from trainformer.data.text.token_records import only_columns
 from trainformer.eval.classification import confusion_matrix, multilabel_metrics, pearson, precision_recall_f1, spearman
 from trainformer.losses.numerics import no_autocast, upcast
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.classification_report import confusion_record
 from trainformer.tasks.language.classifying import ClassifyingTask
-from trainformer.tasks.language.labels import Labels, Problem
-from trainformer.tasks.language.token_records import PartsEncoder, find_keys, join_parts, only_columns, split_parts
 from trainformer.tasks.vision.batch import cross_entropy
 from trainformer.tasks.vision.checks import given_weights
-
-_VERSION = "texts-1"  # of the output of `TextEncoder`: raise it when that changes, to invalidate cached tokens
-_PAIRS = (
-    *(("text", "text_pair"), ("text", "text2"), ("text1", "text2"), ("text_a", "text_b")),
-    *(("sentence1", "sentence2"), ("sentence_a", "sentence_b"), ("premise", "hypothesis")),
-    *(("question1", "question2"), ("question", "sentence"), ("question", "context"), ("question", "passage")),
-    *(("question", "answer"), ("query", "passage"), ("query", "document")),
-)
-_TEXTS = (("input_ids",), *_PAIRS, *((name,) for name in TEXT_KEYS))
-_LABELS = tuple((name,) for name in ("label", "labels", "target", "class", "category", "score", "similarity_score"))
 
 
 @dataclass(eq=False)
@@ -102,15 +90,7 @@ class TextClassification(ClassifyingTask):
     # -- data ----------------------------------------------------------------------------------------------
 
     def _label_values(self, dataset: Any) -> tuple[Iterable[Any], list[str] | None]:
-        records = records_of(dataset, None)
-        first = records[0]
-        if not isinstance(first, Mapping):
-            pairs = (records[i] for i in range(len(records)))
-            return (record[1] for record in pairs if isinstance(record, list | tuple) and len(record) == 2), None
-        keys = find_keys(first, _LABELS)
-        if keys is None:
-            return (), None
-        return column_values(records, keys[0])
+        return label_values(records_of(dataset, None))
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         """Tokenise texts once, with their labels."""
@@ -123,7 +103,7 @@ class TextClassification(ClassifyingTask):
         types = batch.pop("labels")
         labels = self.labels.decode([example["label"] for example in examples])
         batch["token_type_ids"] = types.clamp(min=0)
-        return batch if labels is None else {**batch, "labels": labels}
+        return batch if labels is None else {**batch, "labels": torch.from_numpy(labels)}
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -242,95 +222,3 @@ def _require_labels(batch: Mapping[str, Tensor]) -> Tensor:
     if "labels" not in batch:
         raise DataError(expected("a label with every text", "texts without", "To predict labels, call predict()."))
     return batch["labels"]
-
-
-def column_values(records: Any, key: str) -> tuple[Iterable[Any], list[str] | None]:
-    """Return a column of all records, and its class names if an HF dataset has them."""
-    feature = (getattr(records, "features", None) or {}).get(key)
-    names = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
-    column = only_columns(records, [key])
-    values = (column[i] for i in range(len(column)))
-    return (record.get(key) for record in values if isinstance(record, Mapping)), names
-
-
-class TextEncoder(PartsEncoder):
-    """Tokenise records: the first text, the second text, and the label.
-
-    The first record decides which columns are used. `labelled` records must have a label.
-    """
-
-    def __init__(self, tokenizer: Any, max_length: int, labels: Labels, first: Any, *, labelled: bool) -> None:
-        super().__init__(tokenizer, max_length)
-        self.labels = labels
-        self.labelled = labelled
-        self._bare = not isinstance(first, Mapping)
-        texts, label = find_keys(first, _TEXTS), find_keys(first, _LABELS)
-        if texts is None and not self._bare:
-            do = "Rename the columns."
-            raise DataError(expected("records with a text, or with text and text_pair", list(first), do))
-        self._texts = texts or ()
-        self._label = None if label is None else label[0]
-
-    @property
-    def keys(self) -> list[str]:
-        """The columns that are read."""
-        return [*self._texts, *([] if self._label is None else [self._label])]
-
-    def fingerprint(self) -> str:
-        return f"{super().fingerprint()} {_VERSION} {self.keys} {self.labels} {self.labelled}"
-
-    def _piece(self, record: Any, report: EncodingReport) -> Encoded:
-        values, label = self._parts_of(record)
-        if label is None and self.labelled:
-            raise DataError(expected("a label", "none", "Remove the record, or give it one."))
-        if self._texts and self._texts[0].lower() == "input_ids":
-            ids, cut = self._given_tokens(values[0])
-            types = np.zeros_like(ids)
-        else:
-            names = self._texts or ("text",)
-            texts = [self._text(value, key) for value, key in zip(values, names, strict=True)]
-            ids, types, cut = self._tokens(*texts)
-        self._count(report, len(ids), cut)
-        border = int(np.count_nonzero(types == 0))  # the second text follows the first, with BERT's token types
-        return join_parts([ids[:border], ids[border:], self.labels.encode(label)])
-
-    def _parts_of(self, record: Any) -> tuple[list[Any], Any]:
-        if not self._bare:
-            label = None if self._label is None else require_key(record, self._label)
-            return [require_key(record, key) for key in self._texts], label
-        if isinstance(record, str):
-            return [record], None
-        if not isinstance(record, list | tuple) or len(record) != 2:
-            do = 'Write {"text": ..., "label": ...}.'
-            raise DataError(expected("a text with its label", type(record).__name__, do))
-        return [record[0]], record[1]
-
-
-def split_item(item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return tokens, their token types (as `labels`, to be padded alike), and the encoded label."""
-    first, second, label = split_parts(item, 3)
-    types = np.repeat(np.arange(2), [len(first), len(second)])
-    return {"input_ids": np.concatenate([first, second]), "labels": types, "label": label}
-
-
-class LabelledTexts(StoreView):
-    """A token store of `TextEncoder`, split into tokens, token types and labels."""
-
-    def __init__(self, store: Any, labels: Labels) -> None:
-        super().__init__(store)
-        self.label_spec = labels
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Number of tokens of each text."""
-        return self.store.lengths - self.label_spec.width
-
-    @property
-    def targets(self) -> list[int] | None:
-        """The class of each text, for samplers."""
-        if self.label_spec.problem != "single":
-            return None
-        return [int(self.store[i]["input_ids"][-1]) for i in range(len(self))]
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return split_item(self.store[index])

@@ -19,18 +19,18 @@ from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
 from trainformer.data.ids import sample_ids
 from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, EncodingReport, ErrorContext
+from trainformer.data.text.labelled import column_values
+from trainformer.data.text.labels import Labels
 from trainformer.data.text.schemas import expected_value, require_key
 from trainformer.data.text.sources import records_of
 from trainformer.data.text.store import StoreView, tokenize
+from trainformer.data.text.token_records import find_keys, is_indexed, only_columns
 from trainformer.eval.classification import EntityScores, TagScheme, entity_scores
 from trainformer.losses.tokens import TokenLoss, token_cross_entropy
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.classification_report import confusion_record
 from trainformer.tasks.language.base import TokenPredictionTask
 from trainformer.tasks.language.classifying import ClassifyingTask
-from trainformer.tasks.language.labels import Labels
-from trainformer.tasks.language.text_classification import column_values
-from trainformer.tasks.language.token_records import find_keys, is_indexed, only_columns
 
 _VERSION = "tags-1"  # of the output of `TagEncoder`: raise it when that changes, to invalidate cached tokens
 _TOKENS = (("tokens",), ("words",))

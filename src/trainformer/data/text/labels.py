@@ -13,13 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from trainformer.core import BadArgument, DataError
-from trainformer.core.errors import check_choice, check_count, did_you_mean, expected
-from trainformer.data.text.schemas import expected_value
-from trainformer.tasks.language.token_records import from_int32, to_int32
+from trainformer.core.errors import BadArgument, DataError, check_choice, check_count, did_you_mean, expected
+from trainformer.data.labels import is_instance_of
+from trainformer.data.text.fields import expected_value
+from trainformer.data.text.token_records import from_int32, to_int32
 
 Problem = Literal["single", "multi", "regression"]
 PROBLEM_TYPES = {  # transformers' names
@@ -38,7 +36,7 @@ class Labels:
 
     >>> labels = Labels("single", 2, ("bad", "good"))
     >>> labels.decode([labels.encode("good"), labels.encode(0)])
-    tensor([1, 0])
+    array([1, 0])
     """
 
     problem: Problem
@@ -64,18 +62,18 @@ class Labels:
         marks[self._indices(label)] = 1
         return to_int32(marks)
 
-    def decode(self, rows: Sequence[np.ndarray]) -> Tensor | None:
+    def decode(self, rows: Sequence[np.ndarray]) -> np.ndarray | None:
         """Decode the labels of a batch: class indices (B,), or floats (B, classes); None if one is missing."""
         if self.problem == "regression":
             values = np.stack([from_int32(row, np.float32) for row in rows])
-            return None if np.isnan(values).any() else torch.from_numpy(values.copy())
+            return None if np.isnan(values).any() else values.copy()
         stacked = np.stack(rows)
         if (stacked < 0).any():
             return None
         if self.problem == "single":
-            return torch.from_numpy(stacked[:, 0].astype(np.int64))
+            return stacked[:, 0].astype(np.int64)
         marks = np.stack([from_int32(row, np.uint8)[: self.count] for row in rows])
-        return torch.from_numpy(marks.astype(np.float32))
+        return marks.astype(np.float32)
 
     def index(self, label: Any) -> int:
         """Return the index of a class, given its name or index."""
@@ -297,7 +295,7 @@ def _class_counts(labels: Labels, seen: _LabelStatistics) -> tuple[int, ...] | N
 
 
 def _as_list(value: Any) -> list[Any] | None:
-    if isinstance(value, np.ndarray | Tensor):
+    if isinstance(value, np.ndarray) or is_instance_of(value, "torch.Tensor"):
         return value.tolist() if value.ndim else None
     return list(value) if isinstance(value, list | tuple | set) else None
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from trainformer.core import DataError
-from trainformer.core.errors import expected
+from trainformer.core.errors import DataError, expected
 from trainformer.data.text.encode import Encoded, Encoder, EncodingReport, ErrorContext
-from trainformer.data.text.schemas import require_text
+from trainformer.data.text.fields import require_text
 
 
 def join_parts(parts: Sequence[np.ndarray]) -> Encoded:
