@@ -27,6 +27,7 @@ from trainformer.jax.aliases import ALIASES, SETTINGS, default_of, resolve_alias
 from trainformer.jax.batch_sizes import BatchSizes, resolve_batch_sizes
 from trainformer.jax.limits import SaveInterval, TimeLimit, parse_duration
 from trainformer.jax.serialization import JsonArguments
+from trainformer.utils.files import check_local
 
 _ALL = 10**9  # checkpoints: no limit
 _LIMITS = ("per_epoch_training_steps", "per_epoch_evaluation_steps", "max_evaluation_steps")
@@ -225,6 +226,8 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
                 do = "Pass 'auto', a path, or None to start from scratch." if name == "resume" else ""
                 raise BadArgument(expected(f"{name} to be a string or None", getattr(self, name), do))
+        for name in ("output_dir", "resume"):
+            check_local(name, getattr(self, name))
         for name in ("logging_steps", "save_steps", "eval_steps"):
             Cadence.parse(getattr(self, name), "steps", name)
 

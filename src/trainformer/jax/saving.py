@@ -16,6 +16,7 @@ from trainformer.backends.jax.processes import gather_to_host
 from trainformer.checkpointing import CheckpointStore, Retention, StateComponent, StatefulAdapter
 from trainformer.checkpointing.checkpointer import Checkpointer
 from trainformer.core.errors import BadArgument, expected
+from trainformer.utils.files import check_local
 
 if TYPE_CHECKING:
     from trainformer.jax.base_trainer import BaseTrainer
@@ -28,6 +29,7 @@ def save_trainer(
 
     `write(folder, state)` writes the weights and returns the file names; default: the trainer's `save_weights`.
     """
+    check_local("the folder", path)
     run = trainer._run
     if "{" in path.name or "}" in path.name:
         raise BadArgument(expected("a folder name without braces", path.name))

@@ -33,6 +33,7 @@ from trainformer.run.torch.record import RecordedData, with_record
 from trainformer.run.torch.settings import RunSettings
 from trainformer.run.torch.setup import TorchParts, build_run, check_launch
 from trainformer.tasks.base import provides
+from trainformer.utils.files import check_local
 
 
 class TorchRun(Run):
@@ -254,6 +255,7 @@ class TorchRun(Run):
 
     def save_file(self, path: Path) -> Path:
         """Write everything to a single file. A collective: rank 0 writes."""
+        check_local("the file", path)
         states = {c: gathered(c.stateful.state_dict()) for c in self.components()}
         own = {c.key: state for c, state in states.items() if c.sharing_pattern is SharingPattern.PER_RANK}
         per_rank = self.process_group.all_gather_object(own)
