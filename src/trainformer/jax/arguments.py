@@ -310,7 +310,11 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
     def get_optimizer_and_scheduler(self, steps: int | None) -> tuple[optax.GradientTransformation, Schedule]:
         """The optimizer and the learning-rate schedule for a run of `steps` steps."""
         schedule = self._schedule(steps)
-        return make_optimizer(self.optimizer, schedule, self.weight_decay, **self._optimizer_options()), schedule
+        return self.get_optimizer(schedule), schedule
+
+    def get_optimizer(self, learning_rate: Any) -> optax.GradientTransformation:
+        """The optimizer with a learning rate or a schedule."""
+        return make_optimizer(self.optimizer, learning_rate, self.weight_decay, **self._optimizer_options())
 
     def _optimizer_options(self) -> dict[str, Any]:
         moment = {} if self.tx_mu_dtype is None else {"mu_dtype": resolve_dtype(self.tx_mu_dtype)}

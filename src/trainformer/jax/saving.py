@@ -34,7 +34,7 @@ def save_trainer(
     if "{" in path.name or "}" in path.name:
         raise BadArgument(expected("a folder name without braces", path.name))
     path = path.absolute()
-    chosen = gather_to_host(run.backend.state if state is None else state)
+    chosen = gather_to_host(_in_own_dtypes(run) if state is None else state)
     # An existing folder is replaced by one rename; a folder with other content is not ours to replace.
     if path.exists() and any(path.iterdir()) and not (path / "manifest.json").exists():
         do = "Choose another folder."
@@ -61,6 +61,14 @@ def save_trainer(
     checkpointer.save(int(chosen.step), run.state.epoch)
     checkpointer.close()  # raises if the save failed
     return path
+
+
+def _in_own_dtypes(run: Any) -> Any:
+    """The state whose weights are written: that of evaluations (EMA), in the dtypes of the trained one."""
+    chosen, trained = run.inference.state(), run.backend.state
+    if chosen is trained:
+        return chosen
+    return jax.tree.map(lambda array, own: array.astype(own.dtype), chosen, trained)
 
 
 @contextmanager

@@ -171,7 +171,7 @@ class SFTTrainer(TextTrainer):
         ids, mask = np.zeros((2, len(rows), length), np.int32)
         for number, row in enumerate(rows):
             ids[number, length - len(row) :], mask[number, length - len(row) :] = row, 1
-        with self._run.backend.run_context():
+        with self.eval_mode():
             output = np.asarray(generate(self.model_state.model, jnp.asarray(ids), max_new_tokens, jnp.asarray(mask)))
         completions, end = [], self.text.eos_token_id
         for ids in output[:, length:].tolist():

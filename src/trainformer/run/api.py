@@ -139,6 +139,25 @@ class TrainerApi:
         return self._run.total_steps()
 
     @property
+    def accelerator(self) -> str | None:
+        """The vendor's name of the accelerator, such as "NVIDIA H200", or None on a CPU."""
+        return self._run.accelerator
+
+    @property
+    def num_devices(self) -> int:
+        """Over how many devices the run is spread."""
+        return self._run.num_devices
+
+    @property
+    def peak_memory_gb(self) -> float | None:
+        """Peak memory of the accelerator so far, or None on a CPU."""
+        return self._run.peak_memory_gb
+
+    def flops_per_sample(self) -> float | None:
+        """FLOPs of an optimizer step per sample, over all devices; None if they cannot be counted."""
+        return self._run.flops_per_sample()
+
+    @property
     def train_dataloader(self) -> Any:
         """The training batches of this run, as an iterable with a length."""
         return BatchLoader(self._run.train_source, self._run.settings.batch_size)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from trainformer.backends.jax.gradient_norms import NORMS, parameter_norms
 from trainformer.backends.jax.precision import cast_floating, set_compute_dtype
 from trainformer.backends.jax.sharding import constrain_rows
 from trainformer.backends.jax.state import TrainState, combine, partition, variables_after
@@ -83,7 +84,8 @@ def make_train_step(
 
     A step with a non-finite loss or gradient leaves parameters, optimizer state and variables unchanged, but still
     increments the step counter. So does a step whose weight is 0. `clip` is the maximum global gradient norm.
-    `sources` adds the loss of each source of a mixture to the metrics.
+    `sources` adds the loss of each source of a mixture to the metrics. A step with ``gradient_norms=True`` also returns
+    the gradient norm of each parameter.
     """
     if not isinstance(accumulation, int) or accumulation < 1:
         raise BadArgument(expected("accumulation to be a positive integer", accumulation))
@@ -91,7 +93,9 @@ def make_train_step(
         raise BadArgument(expected("clip to be positive, or None for no clipping", clip))
     forward = _forward(loss, compute_dtype, remat, sources=sources)
 
-    def train_step(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, StepOutput]:
+    def train_step(
+        state: TrainState, batch: Mapping[str, Any], gradient_norms: bool = False
+    ) -> tuple[TrainState, StepOutput]:
         trained, frozen = partition(state.params, state.trainable)
         step_key = jax.random.fold_in(state.key, state.step)
         gradient = jax.value_and_grad(forward, has_aux=True)
@@ -109,13 +113,15 @@ def make_train_step(
         # From summed gradients to the clipped mean.
         factor = jnp.where(weight == 0, 0.0, 1.0 / jnp.where(weight == 0, 1.0, weight))
         norm = optax.global_norm(grads) * factor
+        by_parameter = {NORMS: parameter_norms(grads) * factor} if gradient_norms else {}
         if clip is not None:
             factor = factor * (clip / jnp.maximum(norm, clip))
         grads = jax.tree.map(lambda g, p: (g * factor).astype(p.dtype), grads, trained)
         new = state.apply_gradients(grads=grads, variables=variables)
         finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
         new = _select_state(finite & (weight != 0), new, state)
-        return new, {"loss": (sums["loss"], weight), "metrics": sums["metrics"], "grad_norm": norm, "finite": finite}
+        output = {"loss": (sums["loss"], weight), "metrics": sums["metrics"], "grad_norm": norm, "finite": finite}
+        return new, {**output, **by_parameter}  # type: ignore[typeddict-item]
 
     return train_step
 
@@ -134,6 +140,24 @@ def make_eval_step(
     return eval_step
 
 
+def make_predict_step(
+    predict: Callable[[nnx.Module, Mapping[str, Any]], Mapping[str, Any]], *, compute_dtype: Any = None
+) -> Callable[[TrainState, Mapping[str, Any]], dict[str, Any]]:
+    """A pure function ``(state, batch) -> {name: rows}`` of `predict`, with the model in eval mode."""
+    dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
+
+    def predict_step(state: TrainState, batch: Mapping[str, Any]) -> dict[str, Any]:
+        rows = predict(_model(state, state.params, state.variables, state.key, dtype, train=False), batch)
+        if not isinstance(rows, Mapping) or not all(jnp.ndim(value) for value in rows.values()):
+            received = (
+                rows if not isinstance(rows, Mapping) else {name: jnp.shape(value) for name, value in rows.items()}
+            )
+            raise BadArgument(expected("predict_step to return a dict of arrays with one row per sample", received))
+        return {name: jnp.asarray(value) for name, value in rows.items()}
+
+    return predict_step
+
+
 # -- one micro-batch ---------------------------------------------------------------------------------------------
 
 
@@ -144,13 +168,7 @@ def _forward(
     dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
 
     def forward(trained: Any, frozen: Any, variables: Any, state: TrainState, batch: Any, key: Any) -> Any:
-        params = combine(trained, frozen)
-        if dtype is not None:
-            params = cast_floating(params, dtype)
-        model = state.merge(params, variables, key)
-        if dtype is not None and dtype != jnp.float32:
-            set_compute_dtype(model, dtype)
-        model.train() if train else model.eval()
+        model = _model(state, combine(trained, frozen), variables, key, dtype, train)
         if sources is None:
             sums = _sums(_call(loss, model, batch, key), batch)
         else:
@@ -167,6 +185,17 @@ def _forward(
     return lambda trained, frozen, variables, state, batch, key: jax.checkpoint(
         lambda t, f, v, b, k: forward(t, f, v, state, b, k), policy=policy
     )(trained, frozen, variables, batch, key)
+
+
+def _model(state: TrainState, params: Any, variables: Any, key: Any, dtype: Any, train: bool) -> nnx.Module:
+    """The module in its compute dtype."""
+    if dtype is not None:
+        params = cast_floating(params, dtype)
+    model = state.merge(params, variables, key)
+    if dtype is not None and dtype != jnp.float32:
+        set_compute_dtype(model, dtype)
+    model.train() if train else model.eval()
+    return model
 
 
 def _call(loss: LossFunction, model: nnx.Module, batch: Any, key: Any) -> Any:
