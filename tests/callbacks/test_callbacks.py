@@ -360,7 +360,7 @@ def test_callbacks_can_be_given_by_name():
 def test_every_built_in_callback_has_a_name():
     needs_options = {"text_samples": {"prompts": ["a"]}, "lm_eval": {"tasks": "a"}}
     names = """collapse_monitor early_stopping ema gradient_monitor image_samples lm_eval lr_finder lr_monitor
-    model_checkpoint online_knn online_linear progress_bar rollout_samples text_samples throughput"""
+    model_checkpoint online_knn online_linear profiler progress_bar rollout_samples text_samples throughput"""
     for name in names.split():
         assert callable(type(make_callback({"name": name, **needs_options.get(name, {})})))
     with pytest.raises(BadArgument, match=", ".join(names.split())):

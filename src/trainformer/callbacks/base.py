@@ -144,7 +144,7 @@ class TrainerLike(Protocol):
     val_sets: tuple[str, ...]
     evaluated_sets: tuple[str, ...]
     logger: Any
-    run_folder: Path | None
+    output_folder: Path
     accelerator: str | None
     num_devices: int
     peak_memory_gb: float | None

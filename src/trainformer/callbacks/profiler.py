@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from trainformer.callbacks.base import Trace, TrainerLike
@@ -18,7 +17,7 @@ class Profiler:
     """Write a trace of the steps from the first to the last of `steps`, both included.
 
     On torch it is a Chrome trace, on JAX a trace for xprof and TensorBoard, and one for Perfetto. It is written to
-    `folder` in the run folder (without one: in the working directory) when the last of the steps is done, or when the
+    `folder` in the run folder (without one: in that of the checkpoints) when the last of the steps is done, or when the
     run ends or fails before. A run that resumes within these steps traces the rest of them. The first process traces
     itself. The traced steps are slower; choose steps after the first few, which compile and warm up.
 
@@ -47,7 +46,7 @@ class Profiler:
         if not trainer.is_main or not first <= step + 1 <= last:
             return
         if self._trace is None:
-            path = Path(trainer.run_folder or "").absolute() / self.folder / f"steps_{step + 1}-{last}"
+            path = trainer.output_folder.absolute() / self.folder / f"steps_{step + 1}-{last}"
             path.mkdir(parents=True, exist_ok=True)
             self._trace, self._has_traced = trainer.start_trace(path), True
         self._trace.begin_step(step + 1)

@@ -134,6 +134,12 @@ class TrainerApi:
         return None if self._run.folder is None else self._run.folder.path
 
     @property
+    def output_folder(self) -> Path:
+        """Where callbacks write files: the run folder, else that of the checkpoints, else the working directory."""
+        run = self._run
+        return self.run_folder or (Path() if run.checkpointer is None else run.checkpointer.store.root)
+
+    @property
     def total_steps(self) -> int | None:
         """Optimizer steps of the whole run, or None if unknown."""
         return self._run.total_steps()
