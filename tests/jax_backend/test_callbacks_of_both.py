@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -18,7 +14,6 @@ from trainformer.callbacks import (
     CollapseMonitor,
     EarlyStopping,
     GradientMonitor,
-    ImageSamples,
     LRMonitor,
     ModelCheckpoint,
     OnlineKNN,

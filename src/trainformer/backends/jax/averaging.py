@@ -29,8 +29,10 @@ class StateAverage:
         self._state = state
         self._parts = None if modules is None else [name.replace(".", "/") for name in modules]
         self._check_parts(state())
-        self.arrays: dict[str, Any] = jax.jit(_widened)(self._chosen(state()))
-        self._update = jax.jit(_lerp, donate_argnums=0)
+        chosen = self._chosen(state())
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, chosen)
+        self.arrays: dict[str, Any] = jax.jit(_widened, out_shardings=shardings)(chosen)
+        self._update = jax.jit(_lerp, donate_argnums=0, out_shardings=shardings)
 
     def _check_parts(self, state: TrainState) -> None:
         paths = [path_string(path) for path in flatten_dict(state.params)]

@@ -168,7 +168,7 @@ class JaxBackend:
         if self.learning_rate is not None:
             return [float(self.learning_rate(max(0, step - 1)))]
         found = optax.tree_utils.tree_get_all_with_path(getattr(self.state, "opt_state", ()), "learning_rate")
-        return self.read([value for _, value in found])
+        return self.read([value for _, value in found if isinstance(value, jax.Array)])
 
     def step_loss(self, output: Any, size: int) -> float | None:
         """The loss that a user's step function returned, if any."""

@@ -250,7 +250,7 @@ class Compilations:
         # Report the changes against the most similar earlier signature; the latest one if several are.
         changes = min((_changes(before, signature) for before in self._seen[-2::-1]), key=len)
         more = f" and {len(changes) - _MAX_CHANGES} more changes" if len(changes) > _MAX_CHANGES else ""
-        same = "shapes and dtypes are the same, but the mesh or a jax setting changed"
+        same = "shapes and dtypes are the same, but the mesh, a jax setting or what it returns changed"
         what = "; ".join(changes[:_MAX_CHANGES]) + more or same
         logger.warning("Recompiling the %s (compilation %d): %s.", self.name, self.count, what)
 

@@ -111,7 +111,7 @@ class Inference:
             self._step = DynamicBatchStep(
                 lambda _: function, run.backend.mesh, shardings, per_device=size, train=False, name="predict step"
             )
-        rows = self._step(state, batch)
+        rows = self._step(state, {name: column for name, column in batch.items() if name != VALID})
         return {n: row if row.is_fully_addressable else row.addressable_data(0) for n, row in rows.items()}
 
     def embed(self, source: Any) -> dict[str, np.ndarray]:
