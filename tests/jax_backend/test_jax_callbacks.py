@@ -529,3 +529,19 @@ def test_traces_of_runs_that_end_fail_and_resume(caplog):
 def test_steps_to_trace_are_checked(steps):
     with pytest.raises(BadArgument, match="Profiler's steps to be the first and the last step"):
         Profiler(steps=steps)
+
+
+# -- remote folders ------------------------------------------------------------------------------------------------
+
+
+def test_urls_are_refused_and_leave_no_folder():
+    trainer = mlp_trainer()
+    for make in (
+        lambda: mlp_trainer(output_dir="gs://bucket/run"),
+        lambda: mlp_trainer(resume="gs://bucket/run"),
+        lambda: trainer.save_pretrained("gs://bucket/run"),
+        lambda: trainer.train(ckpt_path="gs://bucket/run"),
+    ):
+        with pytest.raises(BadArgument, match=r"to be a path of this machine, received 'gs:/.*Remote storage"):
+            make()
+    assert not list(Path().iterdir())
