@@ -34,7 +34,8 @@ class Profiler:
     _has_traced: bool = field(init=False, default=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.steps = tuple(self.steps) if isinstance(self.steps, (list, tuple)) else self.steps
+        if isinstance(self.steps, list):  # of a config file
+            self.steps = tuple(self.steps)
         what = "Profiler's steps to be the first and the last step to trace, counted from 1"
         if not isinstance(self.steps, tuple) or len(self.steps) != 2 or not all(type(n) is int for n in self.steps):
             raise BadArgument(expected(what, self.steps, "Write steps=(10, 13)."))

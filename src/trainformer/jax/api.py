@@ -120,7 +120,8 @@ class JaxTrainerApi(TrainerApi):
 
     def evaluate_without_ema(self, names: Sequence[str] = ()) -> dict[str, float]:
         """Evaluate the trained weights on the validation data, even if evaluations use an EMA of them."""
-        run, metrics = self._run, {}
+        run = self._run
+        metrics: dict[str, float] = {}
         for name in names or run.val_sources:
             metrics |= run.validate(name, run.backend.state)
         return metrics

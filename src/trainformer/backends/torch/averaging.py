@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.utils.distributed import local_tensors
@@ -33,7 +33,8 @@ class ModelAverage:
                 raise BadArgument(expected(what, name, did_you_mean(name, names) or f"It has {', '.join(names)}."))
         names = [name for name, _ in (*source.named_parameters(), *source.named_buffers())]
         pairs = zip([*average.parameters(), *average.buffers()], [*source.parameters(), *source.buffers()], strict=True)
-        self._averaged, self._copied = [], []
+        self._averaged: list[tuple[Tensor, Tensor]] = []
+        self._copied: list[tuple[Tensor, Tensor]] = []
         for name, (tensor, trained) in zip(names, pairs, strict=True):
             chosen = modules is None or any(name.startswith(f"{part}.") for part in modules)
             (self._averaged if chosen and tensor.is_floating_point() else self._copied).append((tensor, trained))

@@ -70,7 +70,8 @@ class DryRun:
         shapes = state.replace(tx=tx, opt_state=jax.eval_shape(tx.init, trained))
         placed = jax.tree.map(lambda leaf: leaf.sharding, state.params)
         shardings = shardings_following(shapes.opt_state, state.params, placed, self._run.backend.mesh)
-        return shapes.replace(opt_state=jax.jit(tx.init, out_shardings=shardings)(trained))
+        injected: TrainState = shapes.replace(opt_state=jax.jit(tx.init, out_shardings=shardings)(trained))
+        return injected
 
 
 class HostCopy:

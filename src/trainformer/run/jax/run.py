@@ -274,7 +274,7 @@ class JaxRun(Run):
 
 
 def _rows(batch: Mapping[str, Any]) -> int:
-    return max(next(leaf.shape[0] for leaf in batch.values() if leaf.ndim), 1)
+    return max(int(next(leaf.shape[0] for leaf in batch.values() if leaf.ndim)), 1)
 
 
 def _has_any(store: CheckpointStore) -> bool:

@@ -77,7 +77,7 @@ class TorchTrainerApi(TrainerApi):
 
     def average_weights(self, modules: Sequence[str] | None = None) -> ModelAverage:
         """An average of the weights, or of those of some modules, which equals them until it is updated."""
-        return ModelAverage(self.task.model, self.copy_model(), modules)
+        return ModelAverage(self._run.task.model, self.copy_model(), modules)
 
     def learning_rates(self) -> list[float]:
         """The learning rate of each parameter group."""
@@ -89,7 +89,7 @@ class TorchTrainerApi(TrainerApi):
 
     def step_features(self) -> tuple[Tensor, Tensor] | None:
         """Features and labels of the latest training batch, if the task exposes them."""
-        latest = getattr(self.task, "step_features", None)
+        latest = getattr(self._run.task, "step_features", None)
         return None if latest is None else (latest.features, latest.labels)
 
     def knn_accuracy(
@@ -113,7 +113,7 @@ class TorchTrainerApi(TrainerApi):
     def sample_images(self, max_samples: int, val_set: str | None = None) -> dict[str, np.ndarray]:
         """Up to `max_samples` evenly spaced validation images (N, H, W, C) with `true` class and predictions."""
         rows = self.sample_predictions(max_samples, images_and_labels, val_set)
-        rows["image"] = displayed(self.task, rows["image"]).permute(0, 2, 3, 1)
+        rows["image"] = displayed(self._run.task, rows["image"]).permute(0, 2, 3, 1)
         widened = (values.float() if values.is_floating_point() else values for values in rows.values())
         return dict(zip(rows, (values.numpy() for values in widened), strict=True))
 
