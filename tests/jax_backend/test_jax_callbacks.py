@@ -403,7 +403,11 @@ def test_online_knn_equals_scikit_learn_on_the_same_features():
 
 
 def test_the_linear_probe_equals_that_of_torch():
-    rng, mine, theirs = np.random.default_rng(0), LinearProbe(0.1, 0.9, 0.01), TorchProbe(0.1, 0.9, 0.01)
+    rng, mine, theirs = (
+        np.random.default_rng(0),
+        LinearProbe(0.1, 0.9, 0.01, mesh_on((2, 1, 1, 1), 2)),
+        TorchProbe(0.1, 0.9, 0.01),
+    )
     for _ in range(12):
         features = (3 + 5 * rng.standard_normal((16, 6))).astype(np.float32)
         labels = features[:, :3].argmax(1).astype(np.int32)

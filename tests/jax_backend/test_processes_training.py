@@ -108,6 +108,15 @@ def test_uneven_rows_are_an_error_in_all_processes(tmp_path):
         assert "Use a batch size that is a multiple of 4" in (tmp_path / f"output-{number}.txt").read_text()
 
 
+@pytest.mark.slow
+def test_callbacks_of_two_processes_match_those_of_one(tmp_path):
+    options = {"trainer": "features", "eval_steps": 4, "num_train_epochs": 1}
+    (one,), (first, second) = run(tmp_path / "one", 1, **options), run(tmp_path / "two", 2, **options)
+    assert len(one["val/online_linear"]) == 2
+    assert_same(first, one)
+    assert_same(first, second)
+
+
 # -- checkpoints, signals --------------------------------------------------------------------------------------
 
 

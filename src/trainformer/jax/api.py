@@ -189,7 +189,7 @@ class JaxTrainerApi(TrainerApi):
 
     def linear_probe(self, lr: float, momentum: float, weight_decay: float) -> LinearProbe:
         """A linear classifier, to be trained on features of single steps."""
-        return LinearProbe(lr, momentum, weight_decay)
+        return LinearProbe(lr, momentum, weight_decay, self.mesh)
 
     def start_trace(self, folder: Path) -> Trace:
         """Start JAX's profiler; the trace is written to the folder when it is stopped."""

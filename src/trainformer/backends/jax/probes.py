@@ -9,6 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from trainformer.backends.jax.sharding import copy_to_mesh
 
 _CHUNK = 256  # queries that are compared with the whole gallery at once
 
@@ -16,18 +19,21 @@ _CHUNK = 256  # queries that are compared with the whole gallery at once
 class LinearProbe:
     """A linear classifier trained by SGD with momentum on features of one step after another, normalised as in torch.
 
-    The state is one pytree, updated by a jitted function that donates it. Rows with a negative label do not count.
+    The state is one pytree, replicated over the mesh and updated by a jitted function that donates it. Rows with a
+    negative label do not count.
     """
 
-    def __init__(self, lr: float, momentum: float, weight_decay: float) -> None:
+    def __init__(self, lr: float, momentum: float, weight_decay: float, mesh: Mesh) -> None:
         self.classifier: dict[str, Any] | None = None
-        self._update = jax.jit(partial(_update, lr=lr, decay=momentum, weight_decay=weight_decay), donate_argnums=0)
+        self._sharding = NamedSharding(mesh, PartitionSpec())
+        update = partial(_update, lr=lr, decay=momentum, weight_decay=weight_decay)
+        self._update = jax.jit(update, donate_argnums=0, out_shardings=self._sharding)
         self._steps = 0
 
     def train(self, features: Any, labels: Any, num_classes: int) -> None:
         """One step on features (N, D) and labels (N,)."""
         if self.classifier is None:
-            self.classifier = _new(features.shape[1], num_classes)
+            self.classifier = copy_to_mesh(*self._placed(_new(features.shape[1], num_classes)))
         # A plain mean for the first ten steps, then an exponential one: features differ in scale by orders of
         # magnitude, and running statistics that start at 0 and 1 would be far off for dozens of steps.
         self._steps += 1
@@ -37,28 +43,35 @@ class LinearProbe:
         """The share of rows that are classified correctly; None before the first step."""
         if self.classifier is None:
             return None
-        state = jax.tree.map(np.asarray, self.classifier)
+        state = jax.tree.map(on_host, self.classifier)
         rows = (features - state["mean"]) / np.sqrt(state["var"] + _EPSILON)
         return float(np.mean((rows @ state["kernel"] + state["bias"]).argmax(1) == labels))
 
     def state_dict(self) -> dict[str, Any]:
         if self.classifier is None:
             return {}
-        return {"steps": self._steps, "classifier": jax.tree.map(np.asarray, self.classifier)}
+        return {"steps": self._steps, "classifier": jax.tree.map(on_host, self.classifier)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._steps = state["steps"] if state else 0
-        self.classifier = jax.tree.map(jnp.asarray, state["classifier"]) if state else None
+        self.classifier = copy_to_mesh(*self._placed(state["classifier"])) if state else None
+
+    def _placed(self, arrays: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        return arrays, dict.fromkeys(arrays, self._sharding)
+
+
+def on_host(array: Any) -> np.ndarray:
+    """A replicated array, which may be one of several processes, as a NumPy array."""
+    return np.array(array if array.is_fully_addressable else array.addressable_data(0))
 
 
 _EPSILON = 1e-5  # as in torch's BatchNorm
 
 
 def _new(width: int, classes: int) -> dict[str, Any]:
-    kernel, bias = jnp.zeros((width, classes)), jnp.zeros(classes)
-    trained = {"kernel": kernel, "bias": bias}
-    buffers = {f"{name}_momentum": jnp.zeros_like(value) for name, value in trained.items()}
-    return {**trained, **buffers, "mean": jnp.zeros(width), "var": jnp.ones(width)}
+    trained = {"kernel": np.zeros((width, classes), np.float32), "bias": np.zeros(classes, np.float32)}
+    buffers = {f"{name}_momentum": np.zeros_like(value) for name, value in trained.items()}
+    return {**trained, **buffers, "mean": np.zeros(width, np.float32), "var": np.ones(width, np.float32)}
 
 
 def _update(
@@ -105,7 +118,7 @@ def knn_accuracy(queries: Mapping[str, Any], gallery: Mapping[str, Any], k: int,
     padded = np.pad(rows, ((0, -len(rows) % _CHUNK), (0, 0)))
     bank = np.asarray(gallery["embedding"], np.float32)
     chunks = padded.reshape(-1, _CHUNK, rows.shape[1])
-    found = np.asarray(_vote(chunks, bank, numbers, k=k, classes=len(classes), temperature=temperature))
+    found = on_host(_vote(chunks, bank, numbers, k=k, classes=len(classes), temperature=temperature))
     return float(np.mean(classes[found.reshape(-1)[: len(rows)]] == wanted))
 
 

@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from trainformer.backends.jax.compilation import DynamicBatchStep
+from trainformer.backends.jax.probes import on_host
 from trainformer.backends.jax.sharding import batch_sharding
 from trainformer.backends.jax.step import VALID, make_predict_step
 from trainformer.core.errors import BadArgument, DataError, expected
@@ -61,8 +63,9 @@ class Inference:
                 data = run.backend.numeric_columns(batch.data)
                 if jax.process_count() > 1:
                     data = {n: jax.make_array_from_callback(a.shape, sharding, a.__getitem__) for n, a in data.items()}
-                rows = {**self._predict(data), **(inputs(batch.data) if inputs is not None else {})}
-                parts.append({name: np.asarray(values)[: batch.size] for name, values in rows.items()})
+                rows = {name: on_host(values) for name, values in self._predict(data).items()}
+                rows |= {} if inputs is None else inputs(batch.data)
+                parts.append({name: values[: batch.size] for name, values in rows.items()})
                 if advance is not None:
                     advance(batch.size)
         if not parts:
@@ -78,17 +81,9 @@ class Inference:
             rows = self._predict(batch.data)
             if "embedding" not in rows or "label" not in rows:
                 return None
-            labels = rows["label"]
-            if VALID in batch.data:
-                valid = batch.data[VALID]
-                valid = valid if getattr(valid, "is_fully_addressable", True) else self._predict_valid(valid)
-                labels = jax.numpy.where(valid, labels, -1)
+            valid = batch.data.get(VALID)
+            labels = rows["label"] if valid is None else jnp.where(valid, rows["label"], -1)
             return rows["embedding"], labels
-
-    def _predict_valid(self, valid: Any) -> Any:
-        """The mask of the rows of all processes."""
-        replicated = jax.sharding.NamedSharding(self._run.backend.mesh, jax.sharding.PartitionSpec())
-        return jax.jit(lambda rows: rows, out_shardings=replicated)(valid).addressable_data(0)
 
     @property
     def can_predict(self) -> bool:
@@ -96,7 +91,7 @@ class Inference:
         return bool(self._run.owner._overrides("predict_step"))
 
     def _predict(self, batch: Any) -> dict[str, Any]:
-        """The rows of a batch, all of them in this process."""
+        """The rows of a batch, replicated over the devices."""
         run = self._run
         if not self.can_predict:
             raise BadArgument(
@@ -111,8 +106,8 @@ class Inference:
             self._step = DynamicBatchStep(
                 lambda _: function, run.backend.mesh, shardings, per_device=size, train=False, name="predict step"
             )
-        rows = self._step(state, {name: column for name, column in batch.items() if name != VALID})
-        return {n: row if row.is_fully_addressable else row.addressable_data(0) for n, row in rows.items()}
+        rows: dict[str, Any] = self._step(state, {name: column for name, column in batch.items() if name != VALID})
+        return rows
 
     def embed(self, source: Any) -> dict[str, np.ndarray]:
         """Embeddings (and labels) of a source."""
