@@ -15,7 +15,7 @@ PUBLIC = {
     "TabularClassification TabularRegression Task TaskBase TextClassification TextEmbedding TimeSeriesForecasting "
     "TokenClassification VLM find_task save_teacher_logits task_names",
     "trainformer.callbacks": "Callback CallbackList CollapseMonitor EMA EarlyStopping GradientMonitor ImageSamples "
-    "LMEval LRFinder LRMonitor ModelCheckpoint OnlineKNN OnlineLinear ProgressBar RolloutSamples TextSamples "
+    "LMEval LRFinder LRMonitor ModelCheckpoint OnlineKNN OnlineLinear Profiler ProgressBar RolloutSamples TextSamples "
     "Throughput make_callback",
     "trainformer.losses": "ArcFaceLoss Center CosFaceLoss DistillationLoss NTXentLoss NormFaceLoss PairLoss "
     "PreferenceRewards SequenceLogProbs SubCenterArcFaceLoss TeacherStates TokenLoss TopLogProbs byol_loss "

@@ -18,6 +18,7 @@ from trainformer.run.fit import fit
 from trainformer.run.torch.api import TorchTrainerApi
 from trainformer.run.torch.preflight import CheckReport, check_run
 from trainformer.utils.console import PipeConsole
+from trainformer.utils.files import check_local
 
 
 @dataclass(eq=False, repr=False)
@@ -146,6 +147,7 @@ class Trainer(RunSettings, TorchTrainerApi):
         and returns probabilities (or embeddings). How to prepare images for other exports, the classes and the
         activation are in ``preprocessing.json`` beside the file.
         """
+        check_local("the file", path)
         exported = self._run.exported(input_shape, preprocess)
         return self._run.process_group.run_on_main(lambda: str(exported.write(Path(path), format)))
 

@@ -223,6 +223,22 @@ def test_lr_finder_runs_once():
     assert trainer.lr == found
 
 
+def test_lr_finder_keeps_its_suggestion_when_a_failed_run_resumes():
+    class Failing:
+        def on_step_end(self, trainer, step, loss):
+            if step == 5:
+                raise RuntimeError("failed on purpose")
+
+    options = {"batch_size": 8, "epochs": 2, "log": "none", "save_every": 3, "log_every": 1}
+    whole = Trainer(MeanTask(), classes(), callbacks=[LRFinder(num_steps=12)], run_dir="whole", **options).fit()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        Trainer(MeanTask(), classes(), callbacks=[LRFinder(num_steps=12), Failing()], run_dir="run", **options).fit()
+    finder = LRFinder(num_steps=12)
+    resumed = Trainer(MeanTask(), classes(), callbacks=[finder], run_dir="run", **options).fit()
+    assert not finder.lrs
+    assert same(weights(resumed.task), weights(whole.task))
+
+
 def test_lr_finder_stops_when_the_loss_explodes():
     class Steep(MeanTask):
         def train_step(self, batch):
@@ -360,7 +376,7 @@ def test_callbacks_can_be_given_by_name():
 def test_every_built_in_callback_has_a_name():
     needs_options = {"text_samples": {"prompts": ["a"]}, "lm_eval": {"tasks": "a"}}
     names = """collapse_monitor early_stopping ema gradient_monitor image_samples lm_eval lr_finder lr_monitor
-    model_checkpoint online_knn online_linear progress_bar rollout_samples text_samples throughput"""
+    model_checkpoint online_knn online_linear profiler progress_bar rollout_samples text_samples throughput"""
     for name in names.split():
         assert callable(type(make_callback({"name": name, **needs_options.get(name, {})})))
     with pytest.raises(BadArgument, match=", ".join(names.split())):

@@ -1,8 +1,8 @@
 """A JAX training process to be killed, with everything that could break an exact resume.
 
-Random augmentation, shuffling, three micro-batches per step, a smaller last batch, dropout, batch statistics, Adam,
-early stopping, evaluations, and saves and logs at different steps. `tests/faults/harness.py` kills it and compares the
-results.
+Random augmentation, shuffling, three micro-batches per step, a smaller last batch, dropout, batch statistics, Adam, an
+average of the weights, early stopping, evaluations, and saves and logs at different steps. `tests/faults/harness.py`
+kills it and compares the results.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def make_trainer(case, callbacks=()):
     from flax import nnx
 
     from trainformer.backends.jax.sharding import make_mesh
-    from trainformer.callbacks import EarlyStopping
+    from trainformer.callbacks import EMA, EarlyStopping
     from trainformer.jax import BaseTrainer, TrainingArguments
 
     class Net(nnx.Module):
@@ -157,7 +157,12 @@ def make_trainer(case, callbacks=()):
         model=lambda rngs: Net(rngs),
         dataset_train=training_data(case.data),
         dataset_eval=Augmented(size=20, random_too=False),
-        callbacks=[EarlyStopping(patience=10), Recorder(Path("samples.jsonl").absolute(), case), *callbacks],
+        callbacks=[
+            EarlyStopping(patience=10),
+            EMA(decay=0.9),
+            Recorder(Path("samples.jsonl").absolute(), case),
+            *callbacks,
+        ],
         mesh=make_mesh((1, -1, 1, 1), jax.devices()[: case.devices]),
     )
 
@@ -197,10 +202,11 @@ def final_state(folder):
     assert newest is not None, f"there is no checkpoint in {folder}:\n{output(folder)}"
     found = {}
     for key, files in newest.manifest.components.items():
-        if key == "state":
+        if newest.manifest.formats.get(key) == "orbax":
             with root_logger_untouched(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                arrays = checkpointer.restore((newest.path / "state").absolute())
-            found |= {name: (str(array.dtype), np.asarray(array).tobytes()) for name, array in arrays.items()}
+                arrays = checkpointer.restore((newest.path / key).absolute())
+            before = "" if key == "state" else f"{key}: "
+            found |= {before + name: (str(array.dtype), np.asarray(array).tobytes()) for name, array in arrays.items()}
         elif key in newest.manifest.formats and key != "data":  # a position has several representations
             names = [file.name for file in files]
             found[key] = without_clock(JaxFiles().read(newest.path, names, newest.manifest.formats[key]))

@@ -96,11 +96,17 @@ def train(folder: Path, kind: str, options: dict) -> None:
 
     from trainformer.backends.jax.processes import gather_to_host
 
-    kinds = {"mean": jax_toys.MeanTrainer, "tokens": jax_toys.TokenTrainer, "rows": rows_trainer()}
+    kinds = {
+        "mean": jax_toys.MeanTrainer,
+        "tokens": jax_toys.TokenTrainer,
+        "rows": rows_trainer(),
+        "features": features_trainer(),
+    }
     chosen = kinds[options.pop("trainer", "mean")]
     data, waits = options.pop("rows", 64), options.pop("waits", 0.0)
     if held := options.pop("held", None):
         hold_write(folder, *held)
+    watching = callbacks() if chosen is kinds["features"] else []
     is_text = chosen is jax_toys.TokenTrainer
     # A dropout mask depends on the position of a row, which padding changes.
     dropout = 0.1 if chosen is jax_toys.MeanTrainer else 0.0
@@ -111,13 +117,15 @@ def train(folder: Path, kind: str, options: dict) -> None:
         model=jax_toys.llama if is_text else lambda rngs: jax_toys.Mlp(rngs, rate=dropout),
         dataset_train=make(data),
         dataset_eval=make(24, seed=1),
-        callbacks=[SlowSteps(folder, waits)] if waits or held else [],
+        callbacks=[*([SlowSteps(folder, waits)] if waits or held else []), *watching],
     )
     state = trainer.train()
     if kind == "pretrained":
         trainer.save_pretrained(folder / "saved")
     seen = {"step": trainer.state.step, "samples": trainer.state.samples, "tokens": trainer.state.tokens}
     seen |= {"eval_loss": trainer.eval()["eval_loss"], "losses": jax_toys.losses(trainer)}
+    if watching:
+        seen |= {name: jax_toys.logged(trainer, name) for name in LOGGED}
     sharded = [leaf for leaf in jax.tree.leaves(state.params) if not leaf.is_fully_replicated]
     weights = flatten_dict(jax.tree.map(np.asarray, gather_to_host(state.params)), sep="/")
     np.savez(folder / f"result-{kind}.{jax.process_index()}.npz", sharded=len(sharded), **seen, **weights)
@@ -182,6 +190,32 @@ def rows_trainer():
             return Loss(jnp.sum(jnp.where(batch["_valid"], losses, 0.0)), jnp.sum(batch["_valid"]))
 
     return RowsTrainer
+
+
+def features_trainer():
+    """A trainer with features and labels of each sample."""
+    from jax_toys import CLASSES, MeanTrainer
+
+    class FeaturesTrainer(MeanTrainer):
+        num_classes = CLASSES
+
+        def predict_step(self, model, batch):
+            return {"embedding": model.inner(batch["x"]), "label": batch["y"]}
+
+    return FeaturesTrainer
+
+
+LOGGED = (
+    *("val/loss", "val/without_ema/loss", "val/online_knn", "val/online_linear"),
+    *("train/grad_norm_max", "train/grad_norm_largest_parameter", "train/lr"),
+)
+
+
+def callbacks():
+    from trainformer.callbacks import EMA, GradientMonitor, LRFinder, LRMonitor, OnlineKNN, OnlineLinear, Throughput
+
+    watching = [OnlineKNN(k=3), OnlineLinear(), Throughput(), LRMonitor(), GradientMonitor(log_every=2)]
+    return [EMA(decay=0.8, compare=True), LRFinder(num_steps=12), *watching]
 
 
 class SlowSteps:

@@ -175,6 +175,15 @@ def test_completions_and_rewards_are_those_of_a_single_process(tmp_path):
     assert [path.name for path in (tmp_path / "two").glob("rewards.*")] == ["rewards.0"]
 
 
+@pytest.mark.slow
+def test_callbacks_of_two_processes_match_those_of_one(tmp_path):
+    options = {"trainer": "features", "eval_steps": 4, "num_train_epochs": 1}
+    (one,), (first, second) = run(tmp_path / "one", 1, **options), run(tmp_path / "two", 2, **options)
+    assert len(one["val/online_linear"]) == 2
+    assert_same(first, one)
+    assert_same(first, second)
+
+
 # -- checkpoints, signals --------------------------------------------------------------------------------------
 
 

@@ -36,7 +36,21 @@ def train(folder: Path) -> None:
     """Two epochs of a small language model and of a classifier, with callbacks, saved and opened again."""
     import numpy as np
 
-    from trainformer.callbacks import EarlyStopping, ModelCheckpoint
+    from trainformer.callbacks import (
+        EMA,
+        CollapseMonitor,
+        EarlyStopping,
+        GradientMonitor,
+        ImageSamples,
+        LRFinder,
+        LRMonitor,
+        ModelCheckpoint,
+        OnlineKNN,
+        OnlineLinear,
+        Profiler,
+        TextSamples,
+        Throughput,
+    )
     from trainformer.data.text.tokenizer import train_tokenizer
     from trainformer.jax import (
         GRPOConfig,
@@ -59,7 +73,8 @@ def train(folder: Path) -> None:
     arguments = SFTConfig(
         **shared, output_dir=str(folder / "runs/text"), max_sequence_length=32, cache_dir=str(folder / "tokens")
     )
-    callbacks = [EarlyStopping("val/loss", patience=3), ModelCheckpoint(save_top_k=1)]
+    callbacks: list[Any] = [EarlyStopping("val/loss", patience=3), ModelCheckpoint(save_top_k=1), EMA(decay=0.5)]
+    callbacks += [LRMonitor(), TextSamples(["1 and"], max_new_tokens=2), Throughput(), GradientMonitor(log_every=2)]
     model = DecoderConfig(vocab_size=len(tokenizer), **sizes)
     trainer = SFTTrainer(arguments, model, tokenizer, train_dataset=texts, eval_dataset=texts, callbacks=callbacks)
     trainer.train()
@@ -85,7 +100,9 @@ def train(folder: Path) -> None:
     data = {"image": images, "label": np.arange(16) % 2}
     vit = ViTConfig(image_size=8, patch_size=4, num_channels=1, **sizes)
     arguments = TrainingArguments(**shared, output_dir=str(folder / "runs/images"), log="none")
-    ImageClassificationTrainer(arguments, vit, dataset_train=data, dataset_eval=data).train()
+    callbacks = [EMA(), LRFinder(num_steps=10), OnlineKNN(k=2), OnlineLinear(), ImageSamples(n=2), Profiler((2, 2))]
+    data_of = {"dataset_train": data, "dataset_eval": data, "callbacks": [*callbacks, CollapseMonitor()]}
+    ImageClassificationTrainer(arguments, vit, **data_of).train()
 
 
 def use_commands(folder: Path) -> None:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainformer.callbacks import CollapseMonitor, OnlineKNN, OnlineLinear
 from trainformer.core import BadArgument, DataError
 from trainformer.data import load_images
+from trainformer.run.torch.api import TorchTrainerApi
 from trainformer.tasks import SSL, ImageClassification
 from trainformer.tasks.base import Task
 from trainformer.tasks.vision.ssl.methods import Views
@@ -451,6 +452,7 @@ def test_online_knn_weighs_votes_by_similarity() -> None:
 
     class Stub:
         same_classes, evaluated_sets = True, ()
+        knn_accuracy = TorchTrainerApi.knn_accuracy
 
         def embed(self, data: str, max_samples: int | None = None) -> dict[str, Tensor]:
             bank = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.6, -0.8]])
@@ -477,6 +479,7 @@ def test_online_knn_every_and_max_train() -> None:
 
     class Counting:
         same_classes, evaluated_sets = True, ()
+        knn_accuracy = TorchTrainerApi.knn_accuracy
 
         def embed(self, *args: Any) -> dict[str, Tensor]:
             rows = embed(*args)

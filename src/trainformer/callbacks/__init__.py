@@ -13,6 +13,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.callbacks.lr_finder": ["LRFinder"],
         "trainformer.callbacks.monitors": ["CollapseMonitor", "GradientMonitor", "LRMonitor", "Throughput"],
         "trainformer.callbacks.online_probes": ["OnlineKNN", "OnlineLinear"],
+        "trainformer.callbacks.profiler": ["Profiler"],
         "trainformer.callbacks.progress": ["ProgressBar"],
         "trainformer.callbacks.samples": ["ImageSamples", "RolloutSamples", "TextSamples"],
     },

@@ -8,7 +8,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from trainformer.callbacks.compat import CallbackAdapter, to_native, unwrap_callback
 from trainformer.core.errors import BadArgument, did_you_mean, expected
@@ -63,8 +66,64 @@ class Probe(Protocol):
         """Run one optimizer step on a batch, optionally at a given learning rate. Returns the loss."""
 
 
+class WeightAverage(Protocol):
+    """An average of the trained weights; see `TrainerLike.average_weights`."""
+
+    @property
+    def model(self) -> Any:
+        """The model with the averaged weights."""
+
+    @property
+    def inference_model(self) -> Any:
+        """What a callback returns from `inference_model()` to have it evaluated."""
+
+    def update(self, weight: float) -> None:
+        """Move the average towards the weights; with a weight of 1 it equals them."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class GradientNorms(Protocol):
+    """Gradient norms before clipping; see `TrainerLike.gradient_norms`."""
+
+    def take(self) -> tuple[list[float], dict[str, float]]:
+        """The total norms of the steps since the last call, and the norms by parameter in the last step."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class LinearProbe(Protocol):
+    """A linear classifier that is trained beside the run; see `TrainerLike.linear_probe`."""
+
+    classifier: Any
+
+    def train(self, features: Any, labels: Any, num_classes: int) -> None:
+        """One step on features (N, D) and labels (N,)."""
+
+    def accuracy(self, features: Any, labels: Any) -> float | None:
+        """The share of rows that are classified correctly; None before the first step."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Trace(Protocol):
+    """A running trace of the profiler; see `TrainerLike.start_trace`."""
+
+    def begin_step(self, step: int) -> None:
+        """Mark the beginning of the `step`-th step."""
+
+    def end_step(self) -> None:
+        """Mark its end."""
+
+    def stop(self) -> str:
+        """Write the trace. Returns how to open it."""
+
+
 class TrainerLike(Protocol):
-    """The part of the trainer that callbacks may use."""
+    """The part of the trainer that callbacks may use, on torch and on JAX."""
 
     task: Any
     lr: float
@@ -85,19 +144,28 @@ class TrainerLike(Protocol):
     val_sets: tuple[str, ...]
     evaluated_sets: tuple[str, ...]
     logger: Any
+    output_folder: Path
+    accelerator: str | None
+    num_devices: int
+    peak_memory_gb: float | None
 
     def was_set(self, name: str) -> bool: ...
     def stop(self, reason: str) -> None: ...
     def log_metrics(self, metrics: dict[str, float]) -> None: ...
     def record(self, kind: str, **content: Any) -> None: ...
-    def sample_predictions(
-        self, max_samples: int, inputs: Callable[[Any], dict[str, Any]], val_set: str | None = None
-    ) -> dict[str, Any]: ...
+    def learning_rates(self) -> list[float]: ...
+    def gradient_norms(self, every: int) -> GradientNorms: ...
+    def flops_per_sample(self) -> float | None: ...
+    def average_weights(self, modules: Sequence[str] | None = None) -> WeightAverage: ...
+    def step_features(self) -> tuple[Any, Any] | None: ...
+    def knn_accuracy(self, queries: Any, gallery: Any, k: int, temperature: float) -> float: ...
+    def linear_probe(self, lr: float, momentum: float, weight_decay: float) -> LinearProbe: ...
+    def sample_images(self, max_samples: int, val_set: str | None = None) -> dict[str, np.ndarray]: ...
+    def start_trace(self, folder: Path) -> Trace: ...
     def evaluate_without_ema(self, names: Sequence[str] = ()) -> dict[str, float]: ...
     def embed(self, data: Any = "val", max_samples: int | None = None) -> dict[str, Any]: ...
     def eval_mode(self) -> AbstractContextManager[None]: ...
     def save(self, path: str) -> str: ...
-    def copy_model(self) -> Any: ...
     def sandbox(self) -> AbstractContextManager[Probe]: ...
 
 

@@ -6,12 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from trainformer.callbacks.base import TrainerLike
-from trainformer.core.errors import BadArgument, did_you_mean, expected
-from trainformer.utils.distributed import local_tensors
+from trainformer.callbacks.base import TrainerLike, WeightAverage
+from trainformer.core.errors import BadArgument, expected
 
 
 @dataclass
@@ -23,10 +19,9 @@ class EMA:
     `decay`, so that the initial weights are forgotten quickly. Floating-point buffers (running statistics) are averaged
     as well, other buffers are copied. With ``evaluate=False`` the average is only kept (`ema.model`). With
     ``compare=True`` each evaluation also runs with the trained weights, as ``val/without_ema/...``. `modules` names the
-    parts of the model to average, such as ``["generator"]``; the other weights are copied.
+    parts of the model to average, such as ``["generator"]``; the other weights are those of the trained model.
     """
 
-    needs_torch = True
     metric_names = ()  # besides val/without_ema/...
     sets_control = False  # never requests a stop, save or evaluation, so ranks need not sync requests
 
@@ -38,10 +33,8 @@ class EMA:
     compare: bool = False
     modules: Sequence[str] | None = None
 
-    model: nn.Module | None = field(init=False, default=None, repr=False)
+    average: WeightAverage | None = field(init=False, default=None, repr=False)
     updates: int = field(init=False, default=0, repr=False)
-    _averaged: list[tuple[Tensor, Tensor]] = field(init=False, default_factory=list, repr=False)
-    _copied: list[tuple[Tensor, Tensor]] = field(init=False, default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.decay, (int, float)) or not 0 <= self.decay < 1:
@@ -55,40 +48,26 @@ class EMA:
             raise BadArgument(expected("EMA's compare with evaluate=True", self.evaluate, do))
 
     def attach(self, trainer: TrainerLike) -> None:
-        """Copy the model."""
-        source = trainer.task.model
-        self.model = average = trainer.copy_model().requires_grad_(False).eval()
-        for name in self.modules or ():
-            if not any(found == name for found, _ in source.named_modules()):
-                names = [found for found, _ in source.named_children()]
-                what = f"EMA's modules to be parts of {type(source).__name__}"
-                raise BadArgument(expected(what, name, did_you_mean(name, names) or f"It has {', '.join(names)}."))
-        names = [name for name, _ in (*source.named_parameters(), *source.named_buffers())]
-        pairs = zip([*average.parameters(), *average.buffers()], [*source.parameters(), *source.buffers()], strict=True)
-        self._averaged, self._copied = [], []
-        for name, (tensor, trained) in zip(names, pairs, strict=True):
-            chosen = self.modules is None or any(name.startswith(f"{part}.") for part in self.modules)
-            (self._averaged if chosen and tensor.is_floating_point() else self._copied).append((tensor, trained))
+        """Copy the weights."""
+        self.average = trainer.average_weights(self.modules)
+
+    @property
+    def model(self) -> Any:
+        """The model with the averaged weights: a torch module, or on JAX a flax module. None before there is a run."""
+        return None if self.average is None else self.average.model
 
     def on_step_end(self, trainer: TrainerLike, step: int, loss: Any) -> None:
-        if step <= self.start_step or step % self.update_every:
-            if step <= self.start_step:
-                self._update(1.0)
-            return
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
-        self._update(1 - decay)
-        self.updates += 1
+        assert self.average is not None
+        if step <= self.start_step:
+            self.average.update(1.0)
+        elif step % self.update_every == 0:
+            decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
+            self.average.update(1 - decay)
+            self.updates += 1
 
-    @torch.no_grad()
-    def _update(self, weight: float) -> None:
-        moving = [(average, trained.detach().to(average.dtype)) for average, trained in self._averaged]
-        torch._foreach_lerp_(local_tensors([a for a, _ in moving]), local_tensors([w for _, w in moving]), weight)
-        for average, trained in self._copied:
-            average.copy_(trained)
-
-    def inference_model(self) -> nn.Module | None:
-        """The model to use for evaluation, prediction and export, or None for the trained one."""
-        return self.model if self.evaluate else None
+    def inference_model(self) -> Any:
+        """What evaluation, prediction and export use, or None for the trained weights."""
+        return self.average.inference_model if self.evaluate and self.average is not None else None
 
     def compute_metrics(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
         if not self.compare:
@@ -97,9 +76,9 @@ class EMA:
         return {f"val/without_ema/{name.removeprefix('val/')}": value for name, value in trained.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"updates": self.updates, "model": {} if self.model is None else self.model.state_dict()}
+        return {"updates": self.updates, **({"model": {}} if self.average is None else self.average.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.updates = state["updates"]
-        if self.model is not None:
-            self.model.load_state_dict(state["model"])
+        if self.average is not None:
+            self.average.load_state_dict(state)

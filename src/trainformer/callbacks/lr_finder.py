@@ -24,8 +24,6 @@ class LRFinder:
     ``records.jsonl`` and shown in reports.
     """
 
-    needs_torch = True
-
     min_lr: float = 1e-7
     max_lr: float = 10.0
     num_steps: int = 100

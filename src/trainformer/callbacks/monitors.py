@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+import numpy as np
 
-from trainformer.callbacks.base import TrainerLike
+from trainformer.callbacks.base import GradientNorms, TrainerLike
 from trainformer.core.errors import BadArgument, expected
-from trainformer.utils.distributed import is_dtensor
 
 logger = logging.getLogger("trainformer")
 
-# Dense peak of the tensor cores in FLOP/s for 16-bit inputs, from the vendors' data sheets.
+# Dense peak of one device in FLOP/s for 16-bit inputs, from the vendors' data sheets. The first name that fits counts.
 _PEAK_FLOPS = {
     "B200": 2.25e15,
     "H200": 989e12,
@@ -31,6 +26,10 @@ _PEAK_FLOPS = {
     "V100": 125e12,
     "T4": 65e12,
     "RTX 4090": 165e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
 }
 
 
@@ -38,11 +37,9 @@ _PEAK_FLOPS = {
 class LRMonitor:
     """Add the learning rate of every parameter group to each log record (``train/lr``, ``train/lr_1``, ...)."""
 
-    needs_torch = True
-
     def on_log(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
-        for index, group in enumerate(trainer.active_optimizer.param_groups):
-            metrics["train/lr" if index == 0 else f"train/lr_{index}"] = float(group["lr"])
+        for index, lr in enumerate(trainer.learning_rates()):
+            metrics["train/lr" if index == 0 else f"train/lr_{index}"] = lr
 
 
 @dataclass
@@ -94,14 +91,13 @@ class GradientMonitor:
     before clipping. It synchronises with the device only when it logs. The mean norm is in every log record anyway.
     """
 
-    needs_torch = True
     sets_control = False
 
     log_every: int = 100
     clip_percentile: float = 99.0
     explosion_threshold: float = 100.0
 
-    _norms: list[Tensor] = field(init=False, default_factory=list, repr=False)
+    _norms: GradientNorms | None = field(init=False, default=None, repr=False)
     _record: dict[str, float] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -110,30 +106,27 @@ class GradientMonitor:
         if not 0 <= self.clip_percentile <= 100:
             raise BadArgument(expected("GradientMonitor's clip_percentile to be from 0 to 100", self.clip_percentile))
 
-    def on_before_optimizer_step(self, trainer: TrainerLike, step: int) -> None:
-        self._norms.append(trainer.grad_norm)
-        if (step + 1) % self.log_every:
+    def attach(self, trainer: TrainerLike) -> None:
+        """Have the run record the norms."""
+        self._norms = trainer.gradient_norms(self.log_every)
+
+    def on_step_end(self, trainer: TrainerLike, step: int, loss: Any) -> None:
+        if step % self.log_every:
             return
-        norms = torch.stack(self._norms).float()
-        self._norms = []
-        grads = named_gradients(trainer.task.model, trainer.active_optimizer)
-        parts = torch.stack([gradient_norm(grad).float() for _, grad in grads])
-        percentile = torch.quantile(norms, self.clip_percentile / 100)
-        # Clipping scaled all gradients by one factor; the ratio of the total norms undoes it.
-        undo_clipping = norms[-1] / torch.linalg.vector_norm(parts).clamp_min(1e-30)
-        peak, high, largest, which = torch.stack(
-            [norms.max(), percentile, parts.max() * undo_clipping, parts.argmax().float()]
-        ).tolist()
+        assert self._norms is not None
+        norms, parameters = self._norms.take()
+        largest = max(parameters, key=parameters.__getitem__)
+        peak = float(np.max(norms))
         self._record = {
             "train/grad_norm_max": peak,
-            f"train/grad_norm_p{self.clip_percentile:g}": high,
-            "train/grad_norm_largest_parameter": largest,
+            f"train/grad_norm_p{self.clip_percentile:g}": float(np.percentile(norms, self.clip_percentile)),
+            "train/grad_norm_largest_parameter": parameters[largest],
         }
         if not peak <= self.explosion_threshold:
             logger.warning(
                 "GradientMonitor: gradient norm reached %.3g (threshold %g) in the %d steps up to step %d; "
                 "the largest gradient in the last one belongs to %s",
-                peak, self.explosion_threshold, len(norms), step + 1, grads[int(which)][0] or "a parameter of the loss",
+                peak, self.explosion_threshold, len(norms), step, largest,
             )  # fmt: skip
 
     def on_log(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
@@ -148,22 +141,21 @@ class GradientMonitor:
             self._record = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"norms": [float(norm) for norm in self._norms]}
+        return {"norms": []} if self._norms is None else self._norms.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._norms = [torch.tensor(norm) for norm in state["norms"]]
+        assert self._norms is not None
+        self._norms.load_state_dict(state)
 
 
 @dataclass
 class Throughput:
     """Add FLOP/s, MFU, steps per second and peak memory to each log record.
 
-    Samples and tokens per second are in every record anyway. The FLOPs of a sample are counted once in a trial step
-    without side effects, unless you pass `flops_per_sample`. Model FLOPs utilisation (MFU) needs the peak FLOP/s of the
-    device: known for common GPUs, otherwise pass `peak_flops`.
+    Samples and tokens per second are in every record anyway. The FLOPs of a sample are counted once, without side
+    effects, unless you pass `flops_per_sample`. Model FLOPs utilisation (MFU) needs the peak FLOP/s of a device: known
+    for common GPUs and TPUs, otherwise pass `peak_flops`.
     """
-
-    needs_torch = True
 
     flops_per_sample: float | None = None
     peak_flops: float | None = None
@@ -171,9 +163,9 @@ class Throughput:
 
     def on_train_begin(self, trainer: TrainerLike) -> None:
         if self.flops_per_sample is None and self.measure_flops:
-            self.flops_per_sample = _count_flops(trainer)
-        if self.peak_flops is None and torch.cuda.is_available():
-            name = torch.cuda.get_device_name()
+            self.flops_per_sample = trainer.flops_per_sample()
+        if self.peak_flops is None:
+            name = trainer.accelerator or ""
             self.peak_flops = next((peak for key, peak in _PEAK_FLOPS.items() if key in name), None)
 
     def on_log(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
@@ -184,53 +176,6 @@ class Throughput:
         if self.flops_per_sample:
             metrics["train/tflops_per_second"] = speed * self.flops_per_sample / 1e12
             if self.peak_flops:
-                metrics["train/mfu"] = speed * self.flops_per_sample / self.peak_flops
-        if torch.cuda.is_available():
-            metrics["train/peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-
-
-def _count_flops(trainer: TrainerLike) -> float | None:
-    """FLOPs of a full optimizer step per sample, by torch's counter."""
-    with trainer.sandbox() as probe:
-        batch: Any = next(probe.batches())
-        try:
-            with FlopCounterMode(display=False, custom_mapping=_uncounted_by_torch()) as counter:
-                probe.step(batch)
-        except RuntimeError as error:  # a backward pass inside of the step, for instance; a real error comes back later
-            logger.warning(
-                "Throughput: torch cannot count the FLOPs of this step; logging throughput without (%s)", error
-            )
-            return None
-    flops = counter.get_total_flops()
-    if not flops:
-        logger.info("Throughput: torch counts no FLOPs for this model; logging throughput without them")
-        return None
-    return flops / max(batch.size, 1)  # 0: this rank has no sample of its own and computes a borrowed one
-
-
-def _uncounted_by_torch() -> dict[Any, Any]:
-    """Formulas that torch's counter lacks: grouped matrix products, with which transformers computes experts."""
-    grouped = getattr(torch.ops.aten, "_grouped_mm", None)
-    return {} if grouped is None else {grouped: _grouped_mm_flops}
-
-
-def _grouped_mm_flops(a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
-    """Each row of a stack is multiplied with one of the matrices.
-
-    >>> _grouped_mm_flops((10, 4), (3, 4, 5))  # ten tokens, three experts
-    400
-    """
-    return 2 * math.prod(a) * b[-1]
-
-
-def named_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str | None, Tensor]]:
-    """The gradients of all optimized parameters, with their names in the model (None: not part of it)."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return [(names.get(id(p)), p.grad.detach()) for p in parameters]
-
-
-def gradient_norm(grad: Tensor) -> Tensor:
-    """The norm of a whole gradient in at least fp32; a collective operation if it is sharded."""
-    norm: Any = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
-    return norm.full_tensor() if is_dtensor(norm) else norm
+                metrics["train/mfu"] = speed * self.flops_per_sample / (self.peak_flops * trainer.num_devices)
+        if (memory := trainer.peak_memory_gb) is not None:
+            metrics["train/peak_memory_gb"] = memory

@@ -5,14 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-from trainformer.callbacks.base import EveryNthEvaluation, TrainerLike
+from trainformer.callbacks.base import EveryNthEvaluation, LinearProbe, TrainerLike
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.eval.retrieval import knn_accuracy
-from trainformer.utils.distributed import gather_row_counts, gather_rows
 
 
 @dataclass
@@ -22,11 +16,9 @@ class OnlineKNN(EveryNthEvaluation):
     The protocol of DINO: `k` neighbours by cosine similarity, votes weighted by exp(similarity / `temperature`). Up to
     `max_train` evenly spaced training images are embedded without augmentation. The accuracy is logged as
     ``val/online_knn`` and can be monitored; with several validation sets, each has its own (``val/NAME/online_knn``).
-    Needs labelled data and a task that predicts embeddings (`SSL`, `MetricLearning`). `every`: run at every N-th
-    evaluation.
+    Needs labelled data and a task that predicts embeddings (`SSL`, `MetricLearning`), on JAX a `predict_step` that
+    returns them. `every`: run at every N-th evaluation.
     """
-
-    needs_torch = True
 
     k: int = 20
     temperature: float = 0.07
@@ -61,15 +53,8 @@ class OnlineKNN(EveryNthEvaluation):
                 raise DataError(
                     "OnlineKNN needs labels in the training and validation data, and received data without. Remove it."
                 )
-            found[_metric(self.name, name)] = knn_accuracy(
-                queries["embedding"],
-                queries["label"],
-                k=min(self.k, len(bank["embedding"])),
-                gallery=bank["embedding"],
-                gallery_labels=bank["label"],
-                weighted=True,
-                temperature=self.temperature,
-            )
+            k = min(self.k, len(bank["embedding"]))
+            found[_metric(self.name, name)] = trainer.knn_accuracy(queries, bank, k, self.temperature)
         return found
 
 
@@ -88,12 +73,12 @@ class OnlineLinear:
 
     A rising ``val/online_linear`` shows that the features improve, long before you train a proper linear probe. The
     classifier has its own optimizer (SGD with momentum) and does not affect the run: the features are detached. Needs
-    labelled data and a task that exposes the features of its last batch as `task.step_features`, as `SSL` does (except
-    MAE, which sees no whole images in training). A BatchNorm layer normalises the features, whose scale changes during
-    training. All ranks train the same classifier on the features of all ranks.
+    labelled data and features of each step: on torch a task that exposes those of its last batch as
+    `task.step_features`, as `SSL` does (except MAE, which sees no whole images in training); on JAX a `predict_step`
+    with an `embedding` and a `label`, which is then computed for each training batch. A BatchNorm layer normalises the
+    features, whose scale changes during training. All ranks train the same classifier on the features of all ranks.
     """
 
-    needs_torch = True
     sets_control = False
 
     lr: float = 0.1
@@ -101,104 +86,57 @@ class OnlineLinear:
     weight_decay: float = 0.0
     name: str = "val/online_linear"
 
-    classifier: nn.Sequential | None = field(init=False, default=None, repr=False)
-    _steps: int = field(init=False, default=0, repr=False)
-    _optimizer: torch.optim.Optimizer | None = field(init=False, default=None, repr=False)
+    probe: LinearProbe | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
             raise BadArgument(expected("OnlineLinear's lr to be positive", self.lr))
 
+    def attach(self, trainer: TrainerLike) -> None:
+        """Prepare the classifier, which is built with the first features."""
+        self.probe = trainer.linear_probe(self.lr, self.momentum, self.weight_decay)
+
+    @property
+    def classifier(self) -> Any:
+        """The classifier, once there is one."""
+        return None if self.probe is None else self.probe.classifier
+
     def on_step_end(self, trainer: TrainerLike, step: int, loss: Any) -> None:
-        latest = getattr(trainer.task, "step_features", None)
+        assert self.probe is not None
+        latest = trainer.step_features()
         if latest is None:
             raise BadArgument(
                 "OnlineLinear needs features and labels of each step: a task that exposes them as `step_features` "
-                "(SSL does, except for MAE) and labelled data."
+                "(SSL does, except for MAE), on JAX a predict_step that returns 'embedding' and 'label', and labelled "
+                "data."
             )
-        features, labels = latest.features.detach().float(), latest.labels.long()
-        counts = gather_row_counts(features)
-        features, labels = gather_rows(features, counts), gather_rows(labels, counts)
-        if len(features) < 2:  # too few for batch statistics
-            return
-        classifier, optimizer = self._get_classifier(trainer, features)
-        # A plain mean for the first ten steps, then an exponential one: features differ in scale by orders of
-        # magnitude, and running statistics that start at 0 and 1 would be far off for dozens of steps.
-        self._steps += 1
-        classifier[0].momentum = max(0.1, 1 / self._steps)
-        # Steps that the run skips because of a non-finite loss still arrive here and would break the classifier for
-        # good. Masking such rows needs no device synchronisation.
-        finite = features.isfinite().all(1)
-        features = torch.where(finite.unsqueeze(1), features, 0.0)
-        with torch.enable_grad(), torch.autocast(features.device.type, enabled=False):
-            losses = F.cross_entropy(classifier(features), labels, reduction="none")
-            torch.where(finite, losses, 0.0).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        classes = trainer.context.config.get("num_classes")
+        if classes is None:
+            raise BadArgument(
+                "OnlineLinear needs a dataset that declares its number of classes (on JAX: a trainer with the "
+                "attribute num_classes), and received one that does not."
+            )
+        self.probe.train(*latest, int(classes))
 
     @property
     def metric_names(self) -> tuple[str, ...]:
         """Names of the metrics that `compute_metrics` returns."""
         return (self.name,)
 
-    @torch.no_grad()
     def compute_metrics(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
+        found: dict[str, float] = {}
         if self.classifier is None:
-            return {}
-        device, found = next(self.classifier.parameters()).device, {}
-        self.classifier.eval()
+            return found
+        assert self.probe is not None
         for name in trainer.evaluated_sets or ("",):
             rows = trainer.embed(f"val/{name}" if name else "val")
-            if "label" not in rows:
-                continue
-            correct = sum(
-                int((self.classifier(chunk.to(device)).argmax(1).cpu() == labels).sum())
-                for chunk, labels in zip(rows["embedding"].split(4096), rows["label"].split(4096), strict=True)
-            )
-            found[_metric(self.name, name)] = correct / len(rows["label"])
-        self.classifier.train()
+            if "label" in rows and (accuracy := self.probe.accuracy(rows["embedding"], rows["label"])) is not None:
+                found[_metric(self.name, name)] = accuracy
         return found
 
-    def _get_classifier(self, trainer: TrainerLike, features: Tensor) -> tuple[Any, torch.optim.Optimizer]:
-        if self.classifier is None or self._optimizer is None:
-            classes = trainer.context.config.get("num_classes")
-            if classes is None:
-                raise BadArgument(
-                    "OnlineLinear needs a dataset that declares its number of classes, and received one that does not."
-                )
-            self._build(features.shape[1], int(classes), features.device)
-        assert self.classifier is not None
-        assert self._optimizer is not None
-        if next(self.classifier.parameters()).device != features.device:  # restored from a checkpoint
-            self.classifier.to(features.device)
-            self._optimizer.load_state_dict(self._optimizer.state_dict())  # moves its state to the device
-        return self.classifier, self._optimizer
-
-    def _build(self, width: int, classes: int, device: torch.device | str) -> None:
-        # Zeros, and `skip_init`: the default init would draw from the run's random state.
-        linear = nn.utils.skip_init(nn.Linear, width, classes)
-        nn.init.zeros_(linear.weight)
-        nn.init.zeros_(linear.bias)
-        self.classifier = nn.Sequential(nn.BatchNorm1d(width, affine=False), linear).to(device)
-        self._optimizer = torch.optim.SGD(linear.parameters(), self.lr, self.momentum, weight_decay=self.weight_decay)
-
     def state_dict(self) -> dict[str, Any]:
-        if self.classifier is None or self._optimizer is None:
-            return {}
-        return {
-            "steps": self._steps,
-            "classifier": self.classifier.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-        }
+        return {} if self.probe is None else self.probe.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not state:
-            self.classifier, self._optimizer, self._steps = None, None, 0
-            return
-        self._steps = state["steps"]
-        weight = state["classifier"]["1.weight"]
-        self._build(weight.shape[1], weight.shape[0], weight.device)
-        assert self.classifier is not None
-        assert self._optimizer is not None
-        self.classifier.load_state_dict(state["classifier"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        assert self.probe is not None
+        self.probe.load_state_dict(state)

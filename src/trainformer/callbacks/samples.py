@@ -7,14 +7,13 @@ import inspect
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from trainformer.callbacks.base import EveryNthEvaluation, TrainerLike
-from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _MAX_IMAGES = 16  # a record is one line of JSON: some 100 KB at most
 
@@ -52,6 +51,11 @@ class TextSamples(EveryNthEvaluation):
             raise BadArgument(
                 expected("a task with generate(prompts) for TextSamples", received, "Remove the callback.")
             )
+        try:
+            inspect.signature(generate).bind(self.prompts, max_new_tokens=self.max_new_tokens, **self.options)
+        except TypeError as error:
+            name = type(trainer.task).__name__
+            raise BadArgument(f"The options of TextSamples do not fit {name}.generate: {error}.") from error
 
     def on_validation_end(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
         if not self.is_due():
@@ -94,8 +98,6 @@ class ImageSamples(EveryNthEvaluation):
     affected.
     """
 
-    needs_torch = True
-
     n: int = 8
     size: int = 96
     every: int = 1
@@ -112,50 +114,35 @@ class ImageSamples(EveryNthEvaluation):
         if not self.is_due():
             return
         for name in trainer.evaluated_sets or (None,):
-            rows = trainer.sample_predictions(self.n, _images_and_labels, name)
+            rows = trainer.sample_images(self.n, name)
             if not trainer.is_main:
                 continue
-            images = _pixels(trainer.task, rows["image"])
             names = getattr(trainer.task, "class_names", None)
             shown = [
                 {"png": _png(image, self.size), "caption": _caption(rows, place, names)}
-                for place, image in enumerate(images)
+                for place, image in enumerate(_pixels(rows["image"]))
             ]
             trainer.record("images", key=self.key if name is None else f"{self.key}/{name}", images=shown)
 
 
-def _images_and_labels(batch: Any) -> dict[str, Tensor]:
-    import torch
+def _pixels(images: np.ndarray) -> np.ndarray:
+    """Images as bytes, whatever preprocessing was applied.
 
-    from trainformer.data.image import split_sample
-
-    images, labels = split_sample(batch)
-    if not isinstance(images, torch.Tensor) or images.ndim != 4 or images.shape[1] not in (1, 3):
-        received = f"shape {tuple(images.shape)}" if isinstance(images, torch.Tensor) else type(images).__name__
-        raise DataError(expected("ImageSamples to get batches of images (N, 1 or 3, H, W)", received, "Remove it."))
-    has_classes = isinstance(labels, torch.Tensor) and labels.ndim == 1 and not labels.is_floating_point()
-    return {"image": images, **({"true": labels} if has_classes else {})}
-
-
-def _pixels(task: Any, images: Tensor) -> Tensor:
-    """Images in [0, 1], whatever preprocessing was applied."""
-    import torch
-
+    >>> _pixels(np.array([-1.0, 0.0, 1.0])), _pixels(np.array([0.0, 0.5]))
+    (array([  0, 128, 255], dtype=uint8), array([  0, 128], dtype=uint8))
+    """
+    if images.dtype == np.uint8:
+        return images
     low, high = float(images.min()), float(images.max())
-    if images.dtype == torch.uint8:
-        return images.float() / 255
-    if low >= 0 and high <= 1:
-        return images.float()
-    if hasattr(task, "as_pixels"):
-        return task.as_pixels(images).clamp(0, 1)
-    return (images.float() - low) / max(high - low, 1e-12)  # unknown preprocessing: stretch to the full range
+    if low < 0 or high > 1:  # unknown preprocessing: stretch to the full range
+        images = (images - low) / max(high - low, 1e-12)
+    return (images * 255).round().astype(np.uint8)
 
 
-def _png(image: Tensor, max_size: int) -> str:
+def _png(image: np.ndarray, max_size: int) -> str:
     """A small PNG as base64."""
     pillow = require("PIL.Image", "vision", "to write images")
-    array = (image * 255).round().byte().permute(1, 2, 0).numpy()
-    picture = pillow.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
+    picture = pillow.fromarray(image[..., 0] if image.shape[-1] == 1 else image)
     picture.thumbnail((max_size, max_size))
     file = io.BytesIO()
     picture.save(file, "PNG", optimize=True)

@@ -28,6 +28,7 @@ from trainformer.checkpointing.retention import Retention
 from trainformer.checkpointing.store import Checkpoint, CheckpointStore, checkpoints_folder, read_verified
 from trainformer.core.errors import BadArgument, DataError, TrainformerError, did_you_mean, expected
 from trainformer.engine.process_group import ProcessGroup, SingleProcess
+from trainformer.utils.files import check_local
 
 logger = logging.getLogger("trainformer")
 
@@ -250,6 +251,7 @@ def read_states(path: Path, files: StateFiles, rank: int = 0, skips_deleted: boo
 
     With `skips_deleted`, a component whose file was deleted is left out with a warning.
     """
+    check_local("the checkpoint", path)
     if not path.is_dir():
         return files.read_file(path, rank)
     if (path / MANIFEST).exists():

@@ -95,18 +95,8 @@ def jax_components(
 ) -> list[StateComponent]:
     """Everything needed to resume exactly. The PRNG key is part of the train state, and a function of the step."""
 
-    def load(saved: Any) -> None:
-        like = _shapes(backend.state)
-        backend.state = None  # free the memory: there need not be room for two of them
-        backend.state = read_state(saved.folder, like)
-
-    def check(saved: Any) -> None:
-        if not isinstance(saved, SavedArrays):
-            raise DataError("The checkpoint is not one of a JAX run: its state holds no arrays written by orbax.")
-        check_fits(saved.folder, _shapes(backend.state))
-
     components = [
-        StateComponent("state", StatefulAdapter(lambda: backend.state, load, check), format="orbax"),
+        arrays_component("state", backend, "state"),
         *(replace(c, format="tree") if c.format == "tensors" else c for c in common),
     ]
     if hasattr(source, "state_dict"):
@@ -119,6 +109,23 @@ def jax_components(
         adapter = StatefulAdapter(lambda: source.state_dict(unused=backend.batches_ahead), load_position)
         components.append(StateComponent("data", adapter, required=False, format="tree"))
     return [*components, *(StateComponent(key, a, required=False, format="tree") for key, a in callbacks)]
+
+
+def arrays_component(key: str, owner: Any, name: str, required: bool = True) -> StateComponent:
+    """The pytree of arrays in an attribute of an object as a component, read into the shardings that it has."""
+
+    def load(saved: Any) -> None:
+        like = _shapes(getattr(owner, name))
+        setattr(owner, name, None)  # free the memory: there need not be room for two of them
+        setattr(owner, name, read_state(saved.folder, like))
+
+    def check(saved: Any) -> None:
+        if not isinstance(saved, SavedArrays):
+            raise DataError(f"The checkpoint is not one of a JAX run: its {key} holds no arrays written by orbax.")
+        check_fits(saved.folder, _shapes(getattr(owner, name)))
+
+    adapter = StatefulAdapter(lambda: getattr(owner, name), load, check)
+    return StateComponent(key, adapter, required=required, format="orbax")
 
 
 def _shapes(state: Any) -> Any:

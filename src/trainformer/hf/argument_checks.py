@@ -18,6 +18,7 @@ from trainformer.backends.torch.quantize import check_recipes
 from trainformer.callbacks.compat.huggingface_types import IntervalStrategy, Name, SaveStrategy
 from trainformer.core.errors import BadArgument, expected
 from trainformer.hf.distributed import AcceleratorConfig, this_process
+from trainformer.utils.files import check_local
 
 logger = logging.getLogger("trainformer")
 
@@ -43,6 +44,8 @@ _HUB_STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 
 def normalise(args: Any) -> None:
     """Convert every value to the type that the rest of the package reads, and derive what was not set."""
+    for name in ("output_dir", "logging_dir", "resume_from_checkpoint"):
+        check_local(name, getattr(args, name))
     args.output_dir = os.path.expanduser(args.output_dir if args.output_dir is not None else "trainer_output")
     for name in _DICTS:
         value = getattr(args, name, None)

@@ -44,6 +44,7 @@ from trainformer.hf.forgather import StatefulsMixin, skipped_components
 from trainformer.hf.outputs import CallableBool, TrainOutput
 from trainformer.hf.settings import CHECKPOINT_NAME, KEEP_ALL, monitored_metric, num_best_kept
 from trainformer.hf.task import save_pretrained_assets
+from trainformer.utils.files import check_local
 
 logger = logging.getLogger("trainformer")
 
@@ -302,6 +303,7 @@ class BaseTrainer(ScriptMixin, StatefulsMixin, ABC):
         if self._own_manager is not None:
             return self._own_manager.save_model(output_dir, overwrite_output_dir=self.args.overwrite_output_dir)
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        check_local("output_dir", folder)
         weights = None if self._skips_weights else self._weights()
         if self.is_world_process_zero:
             folder.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ from trainformer.hf.checkpoints import has_weights, model_weights
 from trainformer.hf.forgather import skipped_components
 from trainformer.hf.settings import CHECKPOINT_NAME, KEEP_ALL
 from trainformer.hf.task import save_pretrained_assets
+from trainformer.utils.files import check_local
 from trainformer.utils.tensor_files import read_tensors
 
 logger = logging.getLogger("trainformer")
@@ -192,6 +193,7 @@ class CheckpointManager:
     def save_model(self, output_dir: str | os.PathLike[str] | None = None, overwrite_output_dir: bool = False) -> None:
         """Write weights, config and tokenizer."""
         folder = Path(self.config.output_dir if output_dir is None else output_dir)
+        check_local("output_dir", folder)
         if not overwrite_output_dir and any(folder.glob("model*.safetensors")):
             do = "Pass overwrite_output_dir=True, or another folder."
             raise DataError(expected(f"no model in {folder}", "one that would be overwritten", do))

@@ -28,6 +28,7 @@ from trainformer.jax.batch_sizes import BatchSizes, resolve_batch_sizes
 from trainformer.jax.limits import SaveInterval, TimeLimit, parse_duration
 from trainformer.jax.serialization import JsonArguments
 from trainformer.models.jax.attention_kernels import KERNELS
+from trainformer.utils.files import check_local
 
 _ALL = 10**9  # checkpoints: no limit
 _LIMITS = ("per_epoch_training_steps", "per_epoch_evaluation_steps", "max_evaluation_steps")
@@ -236,6 +237,8 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
                 do = "Pass 'auto', a path, or None to start from scratch." if name == "resume" else ""
                 raise BadArgument(expected(f"{name} to be a string or None", getattr(self, name), do))
+        for name in ("output_dir", "resume"):
+            check_local(name, getattr(self, name))
         for name in ("logging_steps", "save_steps", "eval_steps"):
             Cadence.parse(getattr(self, name), "steps", name)
 
@@ -317,7 +320,11 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
     def get_optimizer_and_scheduler(self, steps: int | None) -> tuple[optax.GradientTransformation, Schedule]:
         """The optimizer and the learning-rate schedule for a run of `steps` steps."""
         schedule = self._schedule(steps)
-        return make_optimizer(self.optimizer, schedule, self.weight_decay, **self._optimizer_options()), schedule
+        return self.get_optimizer(schedule), schedule
+
+    def get_optimizer(self, learning_rate: Any) -> optax.GradientTransformation:
+        """The optimizer with a learning rate or a schedule."""
+        return make_optimizer(self.optimizer, learning_rate, self.weight_decay, **self._optimizer_options())
 
     def _optimizer_options(self) -> dict[str, Any]:
         moment = {} if self.tx_mu_dtype is None else {"mu_dtype": resolve_dtype(self.tx_mu_dtype)}

@@ -26,7 +26,6 @@ from trainformer.backends.jax.step_metrics import pack_metrics
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.progress import ProgressBar
 from trainformer.core.errors import BadArgument, expected
-from trainformer.data.collate import stack_samples
 from trainformer.data.mixture.mixture import Mixture
 from trainformer.data.numpy_loader import numpy_source
 from trainformer.data.text.files import cache_dir
@@ -57,6 +56,7 @@ from trainformer.jax.validation import (
     monitored_metric,
     prepared,
     refuse_linen,
+    stacked,
     state_on_mesh,
     warn_unused_optimizer_arguments,
 )
@@ -254,6 +254,13 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
     def _has_step_totals(self) -> bool:
         return self._overrides("step_totals")
 
+    def predict_step(self, model: nnx.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Arrays with one row per sample, such as `prediction`, `embedding` and `label`; the model is in eval mode.
+
+        Callbacks that show predictions or classify features need it, and so does `embed`.
+        """
+        raise NotImplementedError
+
     def create_collect_function(self, max_sequence_length: int | None = None, truncation_mode: str = "keep_end") -> Any:
         """The collate function: makes a batch of a list of samples. A list that it returns is stacked.
 
@@ -283,12 +290,7 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
     def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput:
         """Data loaders: a training batch holds a whole optimizer step."""
         arguments, sizes = self.arguments, self.batch_sizes
-        collate = self._collate()
-
-        def collate_and_stack(samples: list[Any]) -> Any:
-            assert collate is not None
-            batch = collate(samples)
-            return stack_samples(batch) if isinstance(batch, list) else batch
+        collate = stacked(self._collate())
 
         def source(dataset: Any, train: bool) -> Any:
             if dataset is None:
@@ -300,7 +302,7 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
                 seed=arguments.seed
                 if not train or arguments.shuffle_seed_train is None
                 else arguments.shuffle_seed_train,
-                collate=None if collate is None else collate_and_stack,
+                collate=collate,
                 drop_last=train and arguments.drop_last,
                 shard=self._shard,
                 threads=arguments.dataloader_num_workers,
@@ -465,18 +467,16 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
         return self.model_state
 
     def eval(self, state: Any = None) -> dict[str, float]:
-        """Evaluate a state (default: the current one) on the evaluation data. Returns metrics named ``eval_...``."""
+        """Evaluate a state on the evaluation data. Returns metrics named ``eval_...``.
+
+        The default is the current state, or with the callback EMA the average of its weights.
+        """
         run, backend = self._run, self._run.backend
         if run.val_source is None:
             raise BadArgument("There is no evaluation data. Pass dataset_eval.")
-        current = backend.state
         if state is not None:
-            check_state(state, current)
-        try:
-            backend.state = current if state is None else state
-            metrics = {name: run.validate(name) for name in run.val_sources}
-        finally:
-            backend.state = current
+            check_state(state, backend.state)
+        metrics = {name: run.validate(name, state) for name in run.val_sources}
         return {
             "_".join(filter(None, ("eval", name, metric.removeprefix(f"val/{name}/" if name else "val/")))): value
             for name, found in metrics.items()

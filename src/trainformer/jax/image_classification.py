@@ -32,10 +32,8 @@ from trainformer.models.jax.convnext import ConvNextConfig
 from trainformer.models.jax.families import family_of
 from trainformer.models.jax.resnet import ResNet, ResNetConfig
 from trainformer.models.jax.vit import ViTConfig
+from trainformer.run.jax.inference import IMAGES, LABELS, channels_last
 
-_IMAGES = ("image", "img", "pixel_values", "images", "x")
-_LABELS = ("label", "labels", "target", "targets", "y")
-_CHANNELS = (1, 3, 4)
 _PREPROCESSOR = "preprocessor_config.json"
 _CONFIGS = (ViTConfig, ResNetConfig, ConvNextConfig)
 
@@ -127,6 +125,20 @@ class ImageClassificationTrainer(BaseTrainer):
             labels = jnp.where(batch[VALID], labels, IGNORE_INDEX)
         return row_sums(logits[:, None], labels[:, None], shift=False, label_smoothing=smoothing).total()
 
+    def predict_step(self, model: Any, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Class index, its probability, and the probabilities of all classes; the embedding and the label, if known."""
+        images = self.normalize(batch["image"])
+        embedding = {"embedding": model.features(images)} if hasattr(model, "features") else {}
+        logits = model.classifier(embedding["embedding"]) if embedding else model(images)
+        probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+        return {
+            "prediction": probabilities.argmax(-1),
+            "probability": probabilities.max(-1),
+            "probabilities": probabilities,
+            **embedding,
+            **({"label": batch["label"].astype(jnp.int32)} if "label" in batch else {}),
+        }
+
     def normalize(self, images: jax.Array) -> jax.Array:
         """Images as float32 (rows, height, width, channels)."""
         images = channels_last(images)
@@ -136,7 +148,7 @@ class ImageClassificationTrainer(BaseTrainer):
 
     def predict(self, images: Any) -> np.ndarray:
         """Class probabilities (rows, classes) of a batch of images."""
-        with self._run.backend.run_context():
+        with self.eval_mode():
             return np.asarray(jax.jit(self._predict)(self.model_state, jnp.asarray(images)))
 
     def _predict(self, state: Any, images: jax.Array) -> jax.Array:
@@ -163,22 +175,6 @@ class ImageClassificationTrainer(BaseTrainer):
             (folder / _PREPROCESSOR).write_text(json.dumps(preprocessor, indent=2) + "\n")
             files.append(_PREPROCESSOR)
         return files
-
-
-def channels_last(images: Any) -> Any:
-    """Images with the channels last; grayscale images get a channel.
-
-    >>> channels_last(np.zeros((2, 8, 8))).shape, channels_last(np.zeros((2, 3, 8, 8))).shape
-    ((2, 8, 8, 1), (2, 8, 8, 3))
-    """
-    if images.ndim == 3:
-        return images[..., None]
-    if images.ndim != 4:
-        what = "images of shape (rows, height, width, channels)"
-        raise DataError(expected(what, tuple(images.shape), "Grayscale images may omit the channels."))
-    if images.shape[-1] in _CHANNELS or images.shape[1] not in _CHANNELS:
-        return images
-    return images.transpose(0, 2, 3, 1)
 
 
 def _image_dataset(data: Any) -> Any:
@@ -211,7 +207,7 @@ class _ImageSamples(IndexedDataset):
 
 def _image_and_label(sample: Any) -> tuple[Any, Any]:
     if isinstance(sample, Mapping):
-        found = [next((sample[name] for name in names if name in sample), None) for names in (_IMAGES, _LABELS)]
+        found = [next((sample[name] for name in names if name in sample), None) for names in (IMAGES, LABELS)]
         if found[0] is not None and found[1] is not None:
             return found[0], found[1]
     elif isinstance(sample, (tuple, list)) and len(sample) == 2:

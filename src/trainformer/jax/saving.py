@@ -16,6 +16,7 @@ from trainformer.backends.jax.processes import gather_to_host
 from trainformer.checkpointing import CheckpointStore, Retention, StateComponent, StatefulAdapter
 from trainformer.checkpointing.checkpointer import Checkpointer
 from trainformer.core.errors import BadArgument, expected
+from trainformer.utils.files import check_local
 
 if TYPE_CHECKING:
     from trainformer.jax.base_trainer import BaseTrainer
@@ -28,11 +29,12 @@ def save_trainer(
 
     `write(folder, state)` writes the weights and returns the file names; default: the trainer's `save_weights`.
     """
+    check_local("the folder", path)
     run = trainer._run
     if "{" in path.name or "}" in path.name:
         raise BadArgument(expected("a folder name without braces", path.name))
     path = path.absolute()
-    chosen = gather_to_host(run.backend.state if state is None else state)
+    chosen = gather_to_host(_in_own_dtypes(run) if state is None else state)
     # An existing folder is replaced by one rename; a folder with other content is not ours to replace.
     if path.exists() and any(path.iterdir()) and not (path / "manifest.json").exists():
         do = "Choose another folder."
@@ -59,6 +61,14 @@ def save_trainer(
     checkpointer.save(int(chosen.step), run.state.epoch)
     checkpointer.close()  # raises if the save failed
     return path
+
+
+def _in_own_dtypes(run: Any) -> Any:
+    """The state whose weights are written: that of evaluations (EMA), in the dtypes of the trained one."""
+    chosen, trained = run.inference.state(), run.backend.state
+    if chosen is trained:
+        return chosen
+    return jax.tree.map(lambda array, own: array.astype(own.dtype), chosen, trained)
 
 
 @contextmanager

@@ -410,7 +410,7 @@ class TextTrainer(BaseTrainer):
             raise BadArgument(expected("a tokenizer (processing_class) to generate with", None))
         if not self._is_decoder:
             raise BadArgument(expected("a model of trainformer.models.jax to generate with", type(self.model).__name__))
-        with self._run.backend.run_context():
+        with self.eval_mode():
             options = {"folder": self.base_folder, "dtype": self.dtype, **options}
             return generate_texts(self.model_state.model, self.text, prompts, *args, **options)
 

@@ -126,6 +126,18 @@ def collect(samples: list[Any], columns: Collection[str], length: int | None, mo
     return stack_samples([{k: truncated(v) for k, v in sample.items() if k not in columns} for sample in samples])
 
 
+def stacked(collate: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any] | None:
+    """A collate function that may return a list of samples, which are stacked."""
+    if collate is None:
+        return None
+
+    def collate_and_stack(samples: list[Any]) -> Any:
+        batch = collate(samples)
+        return stack_samples(batch) if isinstance(batch, list) else batch
+
+    return collate_and_stack
+
+
 def collect_function(make: Callable[..., Any], max_sequence_length: int | None) -> Any:
     """Call a `create_collect_function` with those of EasyDeL's arguments that it takes."""
     given = {"max_sequence_length": max_sequence_length, "truncation_mode": "keep_end"}

@@ -25,7 +25,7 @@ from trainformer.mini.state import read_trainloop_folder
 from trainformer.mini.utils import barrier, broadcast, check_integer
 from trainformer.run.provenance import check_unchanged
 from trainformer.utils.distributed import rank
-from trainformer.utils.files import make_folder, sync
+from trainformer.utils.files import check_local, make_folder, sync
 from trainformer.utils.processes import is_alive
 
 _NAME = re.compile(r"checkpoint_step_(\d+)\.pt")
@@ -62,6 +62,8 @@ class CheckpointingHook(IntervalHook):
         self.keep_previous = keep_previous
         self.keep_interval = check_integer("keep_interval", keep_interval or 0, minimum=0)  # 0: none
         self.keep_steps = {check_integer("keep_steps", step, minimum=1) for step in keep_steps or ()}
+        check_local("path", path)
+        check_local("load", load)
         self.path = Path("checkpoints" if path is None else path)
         self.load = None if load is None else os.fspath(load)
         numbers = [exit_signals] if isinstance(exit_signals, (int, str)) else exit_signals or ()

@@ -32,6 +32,7 @@ from trainformer.run.fit import fit
 from trainformer.run.logging import console_messages
 from trainformer.run.torch.preflight import CheckReport, check_run
 from trainformer.utils.distributed import rank
+from trainformer.utils.files import check_local
 from trainformer.utils.locks import FolderInUse, FolderLock
 
 #: Built in this order by `build_<name>()`, or earlier if another part uses it.
@@ -107,6 +108,7 @@ class BaseTrainer:
             raise BadArgument(expected("mixed_precision to be 'fp16', 'bf16' or None", mixed_precision))
         self.mixed_precision = _DTYPES[mixed_precision]
         self.gradient_accumulation_steps = _optional_integer("gradient_accumulation_steps", accumulation, 1) or 1
+        check_local("workspace", workspace)
         self.workspace = None if workspace is None else Path(workspace).expanduser()
         self.device = _device(device)
         self.no_sync_accumulate = no_sync_accumulate

@@ -134,9 +134,34 @@ class TrainerApi:
         return None if self._run.folder is None else self._run.folder.path
 
     @property
+    def output_folder(self) -> Path:
+        """Where callbacks write files: the run folder, else that of the checkpoints, else the working directory."""
+        run = self._run
+        return self.run_folder or (Path() if run.checkpointer is None else run.checkpointer.store.root)
+
+    @property
     def total_steps(self) -> int | None:
         """Optimizer steps of the whole run, or None if unknown."""
         return self._run.total_steps()
+
+    @property
+    def accelerator(self) -> str | None:
+        """The vendor's name of the accelerator, such as "NVIDIA H200", or None on a CPU."""
+        return self._run.accelerator
+
+    @property
+    def num_devices(self) -> int:
+        """Over how many devices the run is spread."""
+        return self._run.num_devices
+
+    @property
+    def peak_memory_gb(self) -> float | None:
+        """Peak memory of the accelerator so far, or None on a CPU."""
+        return self._run.peak_memory_gb
+
+    def flops_per_sample(self) -> float | None:
+        """FLOPs of an optimizer step per sample, over all devices; None if they cannot be counted."""
+        return self._run.flops_per_sample()
 
     @property
     def train_dataloader(self) -> Any:

@@ -93,6 +93,7 @@ def check_unchanged(run: Run, folder: Path, checkpoint: Path, ignore: Collection
     now = json.loads(json.dumps(config.to_json()))
     skipped = {*ADJUSTABLE, *ignore}
     names = [k for k in now if k in before and k not in skipped and now[k]["source"] not in ("env", "derived")]
+    names = [k for k in names if before[k].get("source") != "derived"]  # during the run: a learning rate by LRFinder
     names = [k for k in names if _is_plain(config.get(k))]  # the text of an optimizer changes while it trains
     changed = {k: (before[k]["value"], now[k]["value"]) for k in names if before[k]["value"] != now[k]["value"]}
     # Where a model or data lie may differ from one job of a cluster to the next.

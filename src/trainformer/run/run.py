@@ -126,7 +126,27 @@ class Run(ABC):
 
     def memory_gb(self) -> float | None:
         """Peak memory of the device; resident memory of the process where it has none of its own."""
-        return resident_bytes() / 1e9 or None
+        peak = self.peak_memory_gb
+        return (resident_bytes() / 1e9 or None) if peak is None else peak
+
+    @property
+    @abstractmethod
+    def peak_memory_gb(self) -> float | None:
+        """Peak memory of the accelerator, or None without one."""
+
+    @property
+    @abstractmethod
+    def accelerator(self) -> str | None:
+        """The vendor's name of the accelerator, or None on a CPU."""
+
+    @property
+    @abstractmethod
+    def num_devices(self) -> int:
+        """Over how many devices the run is spread."""
+
+    @abstractmethod
+    def flops_per_sample(self) -> float | None:
+        """FLOPs of an optimizer step per sample, over all devices; None if they cannot be counted. Changes nothing."""
 
     def evaluation_records(self) -> dict[str, dict[str, Any]]:
         """What to record about the latest evaluation besides its metrics, by kind."""

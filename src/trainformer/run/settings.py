@@ -19,6 +19,7 @@ from trainformer.engine import Plan
 from trainformer.engine.cadence import Cadence, Unit
 from trainformer.run.signals import SignalRules
 from trainformer.run.validation_sets import eval_cadences
+from trainformer.utils.files import check_local
 
 _LONGEST_NAME = 200  # of the 255 bytes that file systems allow, since some loggers append to it
 
@@ -127,6 +128,7 @@ class CommonSettings:
             return
         if not isinstance(value, (str, Path)):
             raise BadArgument(expected(f"{name} to be a path", value))
+        check_local(name, value)
         if str(value).startswith("~"):
             setattr(self, name, type(value)(Path(value).expanduser()))
 

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from trainformer.core.errors import DataError
+from trainformer.core.errors import BadArgument, DataError, expected
+
+_REMOTE = re.compile(r"[A-Za-z][\w+.-]+:/")  # as a `Path` writes it; a drive of Windows has one letter
+
+
+def check_local(name: str, path: Any) -> None:
+    """Refuse a URL where a folder or file is expected: it would become a local folder of that name.
+
+    >>> check_local("output_dir", "gs://bucket/run")
+    Traceback (most recent call last):
+    trainformer.core.errors.BadArgument: Expected output_dir to be a path of this machine, received 'gs://bucket/run'...
+    """
+    if isinstance(path, (str, os.PathLike)) and _REMOTE.match(os.fspath(path)):
+        do = "Remote storage is not supported: mount it as a folder, or copy the run there when it has ended."
+        raise BadArgument(expected(f"{name} to be a path of this machine", str(path), do))
 
 
 def decode_json(text: str | bytes | bytearray) -> Any:

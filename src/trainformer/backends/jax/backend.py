@@ -14,15 +14,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from trainformer.backends.jax.compilation import DynamicBatchStep, JittedStep
+from trainformer.backends.jax.flops import count_flops
+from trainformer.backends.jax.gradient_norms import GradientNorms, parameter_names
 from trainformer.backends.jax.placement import Placer
 from trainformer.backends.jax.processes import RequestPoll, gather_to_host
+from trainformer.backends.jax.state import partition
 from trainformer.backends.jax.step_metrics import read_scalars, start_reading, sum_scalars, unpack_metrics
 from trainformer.core.errors import BadArgument, NonFiniteError, expected
 from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, StepResult
-from trainformer.engine.metrics import LazyScalar
+from trainformer.engine.metrics import LazyScalar, weighted_means
 
 logger = logging.getLogger("trainformer")
 
@@ -69,12 +73,27 @@ class JaxBackend:
         # A step that masks padding rows (`_valid`) has one batch size; any other receives batches as they are.
         fixed = self._guards and not isinstance(train_step, DynamicBatchStep)
         self._placer = Placer(mesh, accumulation if fixed else 1, require_even=fixed, keep_on_host=self._guards)
-        self.batch: DeviceBatch | None = None  # of the current step
+        self.batch: DeviceBatch | None = None  # of the current step, or of the latest one between steps
+        self._gradient_norms: list[GradientNorms] = []
+        self._parameter_names: list[str] = []
         self._finite_flags: list[tuple[int, Any]] = []
         self._requests = RequestPoll(mesh) if jax.process_count() > 1 else None
 
     def feed(self, batches: Iterable[HostBatch], train: bool) -> Iterator[DeviceBatch]:
         return self._placer.feed(batches, train)
+
+    def numeric_columns(self, data: Any) -> dict[str, Any]:
+        """The columns of a batch that a device can hold."""
+        return self._placer.numeric_columns(data)
+
+    @contextmanager
+    def preserved_feed(self) -> Iterator[None]:
+        """Batches fed inside do not count as taken from the training data."""
+        pending = self._placer.pending
+        try:
+            yield
+        finally:
+            self._placer.pending = pending
 
     @property
     def batches_ahead(self) -> int:
@@ -114,6 +133,8 @@ class JaxBackend:
             raise BadArgument(expected(what, type(returned).__name__, "Return the new state and a dict of scalars."))
         state, output = returned[0], _as_mapping(returned[1])
         entries = self._entries(output, batch.size, step)
+        for norms in self._gradient_norms:
+            norms.record(output, self._parameter_names)
         if batch.sources is not None and batch.size:
             names, numbers = batch.sources[:2]
             counts = np.bincount(numbers, minlength=len(names)).tolist()
@@ -130,6 +151,34 @@ class JaxBackend:
             batch.bad,
             batch.consumed,
         )
+
+    def gradient_norms(self) -> GradientNorms:
+        """Records gradient norms from now on, which the step then returns as well."""
+        step = self._train_step
+        if not isinstance(step, JittedStep):
+            do = "Return the norms as metrics of your train_step_fn, and leave the callback out."
+            raise BadArgument(expected("a step made from compute_loss to compute gradient norms in", "your own", do))
+        step.compute_gradient_norms()
+        self._parameter_names = parameter_names(partition(self.state.params, self.state.trainable)[0])
+        self._gradient_norms.append(GradientNorms())
+        return self._gradient_norms[-1]
+
+    def learning_rates(self, step: int) -> list[float]:
+        """The learning rates after `step` steps: that of the schedule, or those in the optimizer's state."""
+        if self.learning_rate is not None:
+            return [float(self.learning_rate(max(0, step - 1)))]
+        found = optax.tree_utils.tree_get_all_with_path(getattr(self.state, "opt_state", ()), "learning_rate")
+        return self.read([value for _, value in found if isinstance(value, jax.Array)])
+
+    def step_loss(self, output: Any, size: int) -> float | None:
+        """The loss that a user's step function returned, if any."""
+        entries = [entry for entry in _user_entries(output, size) if entry.name == "loss"]
+        return next(iter(weighted_means({"loss": entries}, self).values()), None) if entries else None
+
+    def count_flops(self, batch: Any) -> float:
+        """The FLOPs of a train step on a batch, over all devices."""
+        step = self._train_step
+        return count_flops(step.pure(batch) if isinstance(step, JittedStep) else step, self.state, batch)
 
     def _entries(self, output: Mapping[str, Any], size: int, step: int) -> list[Entry]:
         """The metrics of a step as entries to average. Also records whether the step was finite."""
@@ -167,9 +216,10 @@ class JaxBackend:
         return ()
 
     def end_step(self) -> None:
-        self.batch = None
+        """Nothing to do: the batch is kept for callbacks that compute features of it."""
 
-    drop_step = end_step
+    def drop_step(self) -> None:
+        self.batch = None
 
     def any_rank_has_request(self) -> bool:
         """Whether any process has a request. All processes get the same answer, one step late."""

@@ -44,13 +44,24 @@ class JittedStep:
         self._constants = () if constants is None else (constants,)
         self.compilations = Compilations(name or ("train step" if train else "eval step"))
         self._train = train
-        self._traced = self.compilations.count_traces(step)
+        self._step = step
+        self._options: dict[str, Any] = {}
         self._shardings = shardings
         self._reset()
 
     def _reset(self) -> None:
         """Drop what was compiled for the previous shardings."""
-        self._jitted = self._jit(self._traced, batch_sharding(self.mesh))
+        self._jitted = self._jit(self.compilations.count_traces(self.pure(None)), batch_sharding(self.mesh))
+
+    def pure(self, batch: Any) -> Callable[..., Any]:
+        """The function of (state, batch) that is compiled for a batch, a new object in every call."""
+        return _with_options(self._step, self._options)
+
+    def compute_gradient_norms(self) -> None:
+        """Have the step return the gradient norm of each parameter, too. It is compiled again if it was before."""
+        if not self._options:
+            self._options = {"gradient_norms": True}
+            self._reset()
 
     def _jit(self, step: Callable[..., Any], batch: NamedSharding) -> Any:
         replicated = NamedSharding(self.mesh, PartitionSpec())
@@ -107,25 +118,41 @@ class DynamicBatchStep(JittedStep):
         *,
         per_device: int,
         train: bool,
+        name: str | None = None,
     ) -> None:
         self._make = make
         self._max_rows = per_device * data_shards(mesh)
-        super().__init__(make, mesh, shardings, train=train)
+        super().__init__(make, mesh, shardings, train=train, name=name)
 
     def _reset(self) -> None:
         self._by_rows: dict[int, Any] = {}
 
+    def pure(self, batch: Any) -> Callable[..., Any]:
+        return _with_options(self._make(math.ceil(_rows(batch) / self._max_rows)), self._options)
+
     def _function_for(self, batch: Any) -> Any:
-        leaves = batch.values() if type(batch) is dict else jax.tree.leaves(batch)
-        rows = next(leaf.shape[0] for leaf in leaves if leaf.ndim)
+        rows = _rows(batch)
         if rows not in self._by_rows:
-            step, sharding = self._make(math.ceil(rows / self._max_rows)), batch_sharding(self.mesh)
+            step, sharding = self.pure(batch), batch_sharding(self.mesh)
             if rows % data_shards(self.mesh):  # arguments of a jitted function must divide evenly, but not arrays in it
                 step, sharding = _shard_rows(step), NamedSharding(self.mesh, PartitionSpec())
             # A smaller last batch is expected: without one the evaluation data would have to be cut.
             traced = self.compilations.count_traces(step, is_expected=not self._train)
             self._by_rows[rows] = self._jit(traced, sharding)
         return self._by_rows[rows]
+
+
+def _rows(batch: Any) -> int:
+    leaves = batch.values() if type(batch) is dict else jax.tree.leaves(batch)
+    return next(leaf.shape[0] for leaf in leaves if leaf.ndim)
+
+
+def _with_options(step: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def configured(state: TrainState, batch: Any) -> Any:
+        return step(state, batch, **options)
+
+    configured.__name__ = getattr(step, "__name__", "step")
+    return configured
 
 
 def _shard_rows(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -232,7 +259,7 @@ class Compilations:
         # Report the changes against the most similar earlier signature; the latest one if several are.
         changes = min((_changes(before, signature) for before in self._seen[-2::-1]), key=len)
         more = f" and {len(changes) - _MAX_CHANGES} more changes" if len(changes) > _MAX_CHANGES else ""
-        same = "shapes and dtypes are the same, but the mesh or a jax setting changed"
+        same = "shapes and dtypes are the same, but the mesh, a jax setting or what it returns changed"
         what = "; ".join(changes[:_MAX_CHANGES]) + more or same
         logger.warning("Recompiling the %s (compilation %d): %s.", self.name, self.count, what)
 

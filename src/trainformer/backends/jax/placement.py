@@ -69,7 +69,7 @@ class Placer:
 
     def place(self, batch: HostBatch, accumulation: int = 1) -> DeviceBatch:
         """Start copying one batch; the copy may still be in progress when this returns."""
-        data = self._numeric_columns(batch.data)
+        data = self.numeric_columns(batch.data)
         if batch.global_size is not None and not self._require_even and jax.process_count() > 1:
             # Processes with parts of different sizes would disagree on the shape.
             check_rows(batch.global_size, self.mesh)
@@ -79,7 +79,7 @@ class Placer:
         of_batch = batch.global_size, batch.consumed, batch.sources
         return DeviceBatch(placed, batch.size, tokens, batch.bad, False, *of_batch)
 
-    def _numeric_columns(self, data: Any) -> dict[str, np.ndarray | jax.Array]:
+    def numeric_columns(self, data: Any) -> dict[str, np.ndarray | jax.Array]:
         """The columns of a batch that a device can hold; strings and other objects stay on the host."""
         if not isinstance(data, Mapping):
             what = "a batch that is a mapping of names to arrays"

@@ -187,7 +187,19 @@ def state_shardings(state: TrainState, mesh: Mesh, rules: Rules | None = None) -
     """
     params = param_shardings(state.params, mesh, rules)
     replicated = NamedSharding(mesh, PartitionSpec())
-    shapes, flat = flatten_dict(state.params), flatten_dict(params)
+    return state.replace(
+        step=replicated,
+        rng=replicated,
+        params=params,
+        opt_state=shardings_following(state.opt_state, state.params, params, mesh),
+        variables=jax.tree.map(lambda _: replicated, state.variables),
+    )
+
+
+def shardings_following(tree: Any, params: Any, shardings: Any, mesh: Mesh) -> Any:
+    """Shardings for a tree such as an optimizer's state: those of the parameters that its arrays belong to."""
+    replicated = NamedSharding(mesh, PartitionSpec())
+    shapes, flat = flatten_dict(params), flatten_dict(shardings)
     known = {tuple(map(str, path)): (tuple(leaf.shape), flat[path]) for path, leaf in shapes.items()}
 
     def follow(path: Any, leaf: Any) -> NamedSharding:
@@ -198,13 +210,7 @@ def state_shardings(state: TrainState, mesh: Mesh, rules: Rules | None = None) -
                 return sharding if shape == tuple(leaf.shape) else replicated
         return replicated
 
-    return state.replace(
-        step=replicated,
-        rng=replicated,
-        params=params,
-        opt_state=jax.tree_util.tree_map_with_path(follow, state.opt_state),
-        variables=jax.tree.map(lambda _: replicated, state.variables),
-    )
+    return jax.tree_util.tree_map_with_path(follow, tree)
 
 
 def init_sharded(

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from trainformer.backends.jax.gradient_norms import NORMS, parameter_norms
 from trainformer.backends.jax.precision import cast_floating, set_compute_dtype
 from trainformer.backends.jax.sharding import constrain_rows
 from trainformer.backends.jax.state import TrainState, combine, partition, variables_after
@@ -97,7 +98,8 @@ def make_train_step(
     A step with a non-finite loss or gradient leaves parameters, optimizer state and variables unchanged, but still
     increments the step counter. So does a step whose weight is 0. `clip` is the maximum global gradient norm.
     `sources` adds the loss of each source of a mixture to the metrics. `totals(model, batch)` returns arrays that are
-    summed over the micro-batches before the first of them; the loss finds the sums in ``batch[TOTALS]``.
+    summed over the micro-batches before the first of them; the loss finds the sums in ``batch[TOTALS]``. A step with
+    ``gradient_norms=True`` also returns the gradient norm of each parameter.
     """
     if not isinstance(accumulation, int) or accumulation < 1:
         raise BadArgument(expected("accumulation to be a positive integer", accumulation))
@@ -106,7 +108,9 @@ def make_train_step(
     forward = _forward(loss, compute_dtype, remat, sources=sources)
     of_step = None if totals is None else _step_totals(totals, accumulation, compute_dtype)
 
-    def train_step(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, StepOutput]:
+    def train_step(
+        state: TrainState, batch: Mapping[str, Any], gradient_norms: bool = False
+    ) -> tuple[TrainState, StepOutput]:
         totals_of_step = {} if of_step is None else {TOTALS: of_step(state, batch)}
         trained, frozen = partition(state.params, state.trainable)
         step_key = jax.random.fold_in(state.key, state.step)
@@ -127,13 +131,15 @@ def make_train_step(
         # From summed gradients to the clipped mean.
         factor = jnp.where(weight == 0, 0.0, 1.0 / jnp.where(weight == 0, 1.0, weight))
         norm = optax.global_norm(grads) * factor
+        by_parameter = {NORMS: parameter_norms(grads) * factor} if gradient_norms else {}
         if clip is not None:
             factor = factor * (clip / jnp.maximum(norm, clip))
         grads = jax.tree.map(lambda g, p: (g * factor).astype(p.dtype), grads, trained)
         new = state.apply_gradients(grads=grads, variables=variables)
         finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
         new = _select_state(finite & (weight != 0), new, state)
-        return new, {"loss": (sums["loss"], weight), "metrics": sums["metrics"], "grad_norm": norm, "finite": finite}
+        output = {"loss": (sums["loss"], weight), "metrics": sums["metrics"], "grad_norm": norm, "finite": finite}
+        return new, {**output, **by_parameter}  # type: ignore[typeddict-item]
 
     return train_step
 
@@ -158,6 +164,23 @@ def make_eval_step(
     return eval_step
 
 
+def make_predict_step(
+    predict: Callable[[nnx.Module, Mapping[str, Any]], Mapping[str, Any]], *, compute_dtype: Any = None
+) -> Callable[[TrainState, Mapping[str, Any]], dict[str, Any]]:
+    """A pure function ``(state, batch) -> {name: rows}`` of `predict`, with the model in eval mode."""
+
+    def predict_step(state: TrainState, batch: Mapping[str, Any]) -> dict[str, Any]:
+        rows = predict(_model(state, state.params, state.variables, state.key, compute_dtype), batch)
+        if not isinstance(rows, Mapping) or not all(jnp.ndim(value) for value in rows.values()):
+            received = (
+                rows if not isinstance(rows, Mapping) else {name: jnp.shape(value) for name, value in rows.items()}
+            )
+            raise BadArgument(expected("predict_step to return a dict of arrays with one row per sample", received))
+        return {name: jnp.asarray(value) for name, value in rows.items()}
+
+    return predict_step
+
+
 # -- one micro-batch ---------------------------------------------------------------------------------------------
 
 
@@ -167,8 +190,7 @@ def _forward(
     policy = resolve_remat(remat)
 
     def forward(trained: Any, frozen: Any, variables: Any, state: TrainState, batch: Any, key: Any) -> Any:
-        model = _merge(state, combine(trained, frozen), variables, key, compute_dtype)
-        model.train() if train else model.eval()
+        model = _model(state, combine(trained, frozen), variables, key, compute_dtype, train)
         if sources is None:
             sums = _sums(_call(loss, model, batch, key), batch)
         else:
@@ -187,14 +209,17 @@ def _forward(
     )(trained, frozen, variables, batch, key)
 
 
-def _merge(state: TrainState, params: Any, variables: Any, key: Any, compute_dtype: Any) -> Any:
-    """The model with its parameters in the compute dtype."""
+def _model(
+    state: TrainState, params: Any, variables: Any, key: Any, compute_dtype: Any, train: bool = False
+) -> nnx.Module:
+    """The module with its parameters in the compute dtype."""
     dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
     if dtype is not None:
         params = cast_floating(params, dtype)
     model = state.merge(params, variables, key)
     if dtype is not None and dtype != jnp.float32:
         set_compute_dtype(model, dtype)
+    model.train() if train else model.eval()
     return model
 
 
@@ -285,8 +310,7 @@ def _step_totals(totals: Callable[..., Any], accumulation: int, compute_dtype: A
 
     def of_step(state: TrainState, batch: Any) -> Any:
         def micro_step(variables: Any, index: Any, micro_batch: Any) -> tuple[Any, Any]:
-            model = _merge(state, state.params, variables, state.key, compute_dtype)
-            model.eval()
+            model = _model(state, state.params, variables, state.key, compute_dtype)
             return variables, jax.tree.map(_float32, totals(model, micro_batch))
 
         if accumulation == 1:

@@ -32,8 +32,8 @@ class PackedScalar(NamedTuple):
 def pack_metrics(step: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a train step: its output also contains all of its scalars as one array."""
 
-    def train_step(state: Any, batch: Any) -> Any:
-        state, output = step(state, batch)
+    def train_step(state: Any, batch: Any, **options: Any) -> Any:
+        state, output = step(state, batch, **options)
         pairs = _pairs(output)
         values = [value for name in _ordered_names(output["metrics"]) for value in pairs[name]]
         scalars = [jnp.asarray(value, jnp.float32) for value in (output["finite"], output["grad_norm"], *values)]

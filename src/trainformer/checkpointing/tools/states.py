@@ -151,5 +151,8 @@ def _average(states: States, ema: bool | str) -> Mapping[str, Tensor]:
             f"Expected one EMA in {states.path}, received {len(averages)} ({kept}). "
             + ("Pass the key of one of them as ema." if averages else "Was the run trained with the EMA callback?")
         )
-    weights: Mapping[str, Tensor] = states[averages[0]]["model"]
+    key = averages[0]
+    if STATE in states:  # of a JAX run: the arrays are a component of their own, without frozen parameters
+        return {**parameters_of(states[STATE]), **parameters_of(states[key.replace("callback.", "average.", 1)])}
+    weights: Mapping[str, Tensor] = states[key]["model"]
     return weights

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainformer.backends.torch.gradient_norms import gradient_norm, named_gradients
 from trainformer.callbacks.compat.huggingface_types import TrainerCallback, TrainerControl, TrainerState
-from trainformer.callbacks.monitors import gradient_norm, named_gradients
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.hf.callbacks.common import is_evaluation, trainer_api
 from trainformer.hf.callbacks.tensorboard import WritingCallback

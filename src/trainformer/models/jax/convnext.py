@@ -136,8 +136,12 @@ class ConvNext(Model):
         self.classifier = Linear(widths[-1], config.num_labels, rngs=rngs, bias=True, scale=scale)
 
     def __call__(self, pixel_values: jax.Array, *, deterministic: bool = True, key: Key = None) -> jax.Array:
+        return self.classifier(self.features(pixel_values, deterministic=deterministic, key=key))
+
+    def features(self, pixel_values: jax.Array, *, deterministic: bool = True, key: Key = None) -> jax.Array:
+        """The input of the classifier (batch, channels)."""
         states = self.hidden_states(pixel_values, deterministic=deterministic, key=key)
-        return self.classifier(self.norm(jnp.mean(states, axis=(1, 2))))
+        return self.norm(jnp.mean(states, axis=(1, 2)))
 
     def hidden_states(self, pixel_values: jax.Array, *, deterministic: bool = True, key: Key = None) -> jax.Array:
         """The output of the last stage (batch, height, width, channels)."""

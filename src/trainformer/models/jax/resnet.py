@@ -143,8 +143,14 @@ class ResNet(Model):
     def __call__(
         self, pixel_values: jax.Array, *, deterministic: bool = True, key: Key = None, valid: jax.Array | None = None
     ) -> jax.Array:
+        return self.classifier(self.features(pixel_values, deterministic=deterministic, key=key, valid=valid))
+
+    def features(
+        self, pixel_values: jax.Array, *, deterministic: bool = True, key: Key = None, valid: jax.Array | None = None
+    ) -> jax.Array:
+        """The input of the classifier (batch, channels)."""
         states = self.hidden_states(pixel_values, deterministic=deterministic, key=key, valid=valid)
-        return self.classifier(jnp.mean(states, axis=(1, 2)))
+        return jnp.mean(states, axis=(1, 2))
 
     def hidden_states(
         self, pixel_values: jax.Array, *, deterministic: bool = True, key: Key = None, valid: jax.Array | None = None

@@ -80,9 +80,12 @@ class ViT(Model):
         self.classifier = Linear(width, config.num_labels, rngs=rngs, bias=True, scale=scale)
 
     def __call__(self, pixel_values: jax.Array, *, deterministic: bool = True, key: Key = None) -> jax.Array:
+        return self.classifier(self.features(pixel_values, deterministic=deterministic, key=key))
+
+    def features(self, pixel_values: jax.Array, *, deterministic: bool = True, key: Key = None) -> jax.Array:
+        """The input of the classifier (batch, hidden_size)."""
         states = self.hidden_states(pixel_values, deterministic=deterministic, key=key)
-        pooled = states[:, 0] if self.config.pooling == "cls" else jnp.mean(states[:, 1:], axis=1)
-        return self.classifier(pooled)
+        return states[:, 0] if self.config.pooling == "cls" else jnp.mean(states[:, 1:], axis=1)
 
     def hidden_states(self, pixel_values: jax.Array, *, deterministic: bool = True, key: Key = None) -> jax.Array:
         """The output of the last norm (batch, 1 + patches, hidden_size), class token first."""

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from rich.console import Console
 
+from trainformer.backends.jax.averaging import StateAverage
 from trainformer.backends.jax.backend import JaxBackend
 from trainformer.backends.jax.step import VALID
 from trainformer.callbacks.base import CallbackList, handlers_of, name_of
 from trainformer.callbacks.compat import unwrap_callback
-from trainformer.checkpointing import Checkpoint, CheckpointStore, StateComponent
+from trainformer.checkpointing import Checkpoint, CheckpointStore, StateComponent, StatefulAdapter
 from trainformer.checkpointing.checkpointer import Assets, Checkpointer
 from trainformer.checkpointing.components import callback_states
-from trainformer.checkpointing.jax_files import JaxFiles, jax_components
+from trainformer.checkpointing.jax_files import JaxFiles, arrays_component, jax_components
 from trainformer.checkpointing.store import is_named
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.core.types import DataSource
@@ -25,6 +27,8 @@ from trainformer.engine import Event
 from trainformer.engine.evaluation import evaluate
 from trainformer.engine.process_group import ProcessGroup, SingleProcess
 from trainformer.run.components import common_components
+from trainformer.run.jax.dry_run import DryRun, HostCopy
+from trainformer.run.jax.inference import Inference
 from trainformer.run.logging import eval_progress
 from trainformer.run.provenance import record_length, record_settings, size_of
 from trainformer.run.run import Run
@@ -102,7 +106,9 @@ class JaxRun(Run):
             passed=passed,
             console=console or Console(),
         )
+        self._configured_lr = settings.lr
         super().__init__(owner, parts)
+        self.inference = Inference(self)
 
     def connect(self) -> None:
         """Attach and subscribe callbacks; those that handle events inside a compiled step are rejected."""
@@ -120,7 +126,7 @@ class JaxRun(Run):
 
     def _check(self, callback: Any) -> None:
         if getattr(unwrap_callback(callback), "needs_torch", False):
-            raise BadArgument(f"The callback {name_of(callback)} needs a torch model; this is a JAX run.")
+            raise BadArgument(f"The callback {name_of(callback)} needs a torch model; this is a JAX run. Remove it.")
         found = _INSIDE_A_STEP.keys() & handlers_of(callback, self.owner).keys()
         if found:
             what = " and ".join(_INSIDE_A_STEP[event] for event in sorted(found, key=lambda e: e.name))
@@ -148,8 +154,23 @@ class JaxRun(Run):
         return [(jax.tree_util.keystr(path, simple=True, separator="/"), list(leaf.shape)) for path, leaf in leaves]
 
     def components(self) -> list[StateComponent]:
-        common, callbacks = common_components(self), callback_states(self.callbacks.named())
-        return jax_components(self.backend, self.train_source, self.state, common, callbacks)
+        schedule = StatefulAdapter(
+            lambda: {"configured": self._configured_lr, "lr": self.owner.lr}, self._load_schedule
+        )
+        common = [*common_components(self), StateComponent("schedule", schedule, required=False, format="json")]
+        callbacks = self.callbacks.named()
+        found = jax_components(self.backend, self.train_source, self.state, common, callback_states(callbacks))
+        averages = {name: getattr(callback, "average", None) for name, callback in callbacks.items()}
+        return found + [
+            arrays_component("average." + name.replace("#", "-"), average, "arrays", required=False)
+            for name, average in averages.items()
+            if isinstance(average, StateAverage)
+        ]
+
+    def _load_schedule(self, state: dict[str, Any]) -> None:
+        """Learning rates that were found rather than configured survive a restart, unless the user has changed them."""
+        if state["configured"] == self._configured_lr and state["lr"] != self.owner.lr:
+            self.owner.active_scheduler.rescale(state["lr"])
 
     def assets(self) -> Assets | None:
         save_assets: Assets = self.owner.save_assets
@@ -170,10 +191,48 @@ class JaxRun(Run):
     def fault_counters(self) -> dict[str, int]:
         return {"skipped": self.backend.skipped_steps}
 
-    def memory_gb(self) -> float | None:
+    @property
+    def peak_memory_gb(self) -> float | None:
         device = jax.local_devices()[0]
         peak = (device.memory_stats() or {}).get("peak_bytes_in_use") if device.platform != "cpu" else None
-        return super().memory_gb() if peak is None else peak / 1e9
+        return None if peak is None else peak / 1e9
+
+    @property
+    def accelerator(self) -> str | None:
+        device = self.backend.mesh.devices.flat[0]
+        return None if device.platform == "cpu" else str(device.device_kind)
+
+    @property
+    def num_devices(self) -> int:
+        return int(self.backend.mesh.size)
+
+    def flops_per_sample(self) -> float | None:
+        with self._preserved_data(), self.backend.run_context():
+            batch = next(iter(self.backend.feed(self.train_source.batches(0), train=True)))
+            try:
+                flops = self.backend.count_flops(batch.data)
+            except (TypeError, AttributeError, jax.errors.JAXTypeError) as error:
+                why = str(error).split("\n")[0]
+                logger.warning("Throughput: the FLOPs of this step cannot be counted; logging without them (%s)", why)
+                return None
+        return flops / _rows(batch.data) or None
+
+    @contextmanager
+    def _preserved_data(self) -> Iterator[None]:
+        """Batches read inside do not change the position in the training data."""
+        with getattr(self.train_source, "preserved_position", nullcontext)(), self.backend.preserved_feed():
+            yield
+
+    @contextmanager
+    def sandbox(self) -> Iterator[DryRun]:
+        """For trial steps: afterwards the state and the position are as before, bit for bit."""
+        owner, before = self.owner, HostCopy(self.backend.state)
+        owner.check_varies_lr("LRFinder")
+        try:
+            with self._preserved_data(), self.backend.run_context():
+                yield DryRun(self)
+        finally:
+            self.backend.state = before.restore()
 
     def newest_checkpoint(self, checkpointer: Checkpointer) -> Checkpoint | None:
         """The newest valid checkpoint. If all of them are damaged, the run does not silently start from scratch."""
@@ -195,6 +254,8 @@ class JaxRun(Run):
         config.set_env("device", self.backend.mesh.devices.flat[0].device_kind)
         config.set_env("num_devices", self.backend.mesh.size)
         config.set_from_data("num_samples", self.train_size)
+        if getattr(self.owner, "num_classes", None) is not None:
+            config.set_from_data("num_classes", self.owner.num_classes)
         config.set_user("task_type", self.title, filterable=True)
         if self.val_sets:
             config.set_from_data("val_sets", list(self.val_sets))
@@ -202,9 +263,10 @@ class JaxRun(Run):
 
     # -- evaluation ------------------------------------------------------------------------------------------
 
-    def validate(self, name: str) -> dict[str, float]:
-        source = self.val_sources[name]
-        with eval_progress(self.callbacks, self.owner, source.batches_per_epoch) as advance, self.backend.run_context():
+    def validate(self, name: str, state: Any = None) -> dict[str, float]:
+        """Metrics on a validation set, of a state: by default that of a callback (EMA), else the trained one."""
+        source, eval_mode = self.val_sources[name], self.inference.eval_mode(state)
+        with eval_mode, eval_progress(self.callbacks, self.owner, source.batches_per_epoch) as advance:
             keep_rows = self._summarize is not None
             metrics, rows = evaluate(
                 self.backend, source.batches(0), self.backend.eval_step, keep_rows, advance, self.process_group
@@ -217,6 +279,10 @@ class JaxRun(Run):
         if name and not metrics:
             raise DataError(f"Expected the validation set {name!r} to have metrics, received none: it has no batches.")
         return {metric_name(metric, name): value for metric, value in metrics.items()}
+
+
+def _rows(batch: Mapping[str, Any]) -> int:
+    return max(int(next(leaf.shape[0] for leaf in batch.values() if leaf.ndim)), 1)
 
 
 def _has_any(store: CheckpointStore) -> bool:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from trainformer.backends.torch import TorchBackend
+from trainformer.backends.torch.flops import count_flops
+from trainformer.backends.torch.gradient_norms import GradientNorms
 from trainformer.backends.torch.state import cloned, gathered
 from trainformer.checkpointing import SharingPattern, StateComponent
 from trainformer.checkpointing.checkpointer import Assets, load_components
@@ -33,6 +35,7 @@ from trainformer.run.torch.record import RecordedData, with_record
 from trainformer.run.torch.settings import RunSettings
 from trainformer.run.torch.setup import TorchParts, build_run, check_launch
 from trainformer.tasks.base import provides
+from trainformer.utils.files import check_local
 
 
 class TorchRun(Run):
@@ -51,6 +54,7 @@ class TorchRun(Run):
         self.same_classes = parts.same_classes
         self._evaluation = parts.evaluation
         self._began_at = 0  # the step at which `fit` was called
+        self._gradient_norms: list[GradientNorms] = []
         super().__init__(owner, parts)
 
     # -- description -------------------------------------------------------------------------------------------
@@ -78,12 +82,23 @@ class TorchRun(Run):
 
     def backend_handlers(self) -> dict[Event, Any]:
         # At the beginning, too: a state may have been saved after the epoch was counted and before its end was handled.
-        return {
+        recorders = {Event.BEFORE_OPTIMIZER_STEP: self._record_gradients} if self._gradient_norms else {}
+        return recorders | {
             Event.EPOCH_BEGIN: lambda epoch: self.backend.end_epoch(epoch),
             Event.EPOCH_END: lambda epoch, metrics: self._end_epoch(epoch + 1),
             Event.TRAIN_BEGIN: self._begin_training,
             Event.TRAIN_END: lambda: self._warn_of_idle(is_end=not self.control.should_stop),
         }
+
+    def gradient_norms(self, every: int) -> GradientNorms:
+        """Records gradient norms from now on, those of single parameters in every `every`-th step."""
+        made = GradientNorms(lambda: self.task.model, self.backend, every)
+        self._gradient_norms.append(made)
+        return made
+
+    def _record_gradients(self, step: int) -> None:
+        for norms in self._gradient_norms:
+            norms.record(step)
 
     def _begin_training(self) -> None:
         self._began_at = self.state.step
@@ -134,12 +149,32 @@ class TorchRun(Run):
     def fault_counters(self) -> dict[str, int]:
         return {"skipped": self.backend.guard.skipped, "pieces": self.backend.splitter.pieces}
 
-    def memory_gb(self) -> float | None:
+    @property
+    def peak_memory_gb(self) -> float | None:
         device = self.backend.device  # the CUDA allocator counts on the host: no sync
-        return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else super().memory_gb()
+        return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
 
     def evaluation_records(self) -> dict[str, dict[str, Any]]:
         return self.task.evaluation_records() if provides(self.task, "evaluation_records") else {}
+
+    @property
+    def accelerator(self) -> str | None:
+        device = self.backend.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+    @property
+    def num_devices(self) -> int:
+        return self.process_group.world_size
+
+    def flops_per_sample(self) -> float | None:
+        with self.sandbox() as dry_run:
+            batch = next(dry_run.batches())
+            flops = count_flops(lambda: dry_run.step(batch))
+        if flops is None:
+            return None
+        # Ranks that hold parts of one model count their parts. 0 samples: this rank computes a borrowed one.
+        parts = self.process_group.world_size // self.process_group.dp_world_size
+        return flops * parts / max(batch.size, 1)
 
     def check_launch(self) -> None:
         check_launch(self.backend.strategy)
@@ -254,6 +289,7 @@ class TorchRun(Run):
 
     def save_file(self, path: Path) -> Path:
         """Write everything to a single file. A collective: rank 0 writes."""
+        check_local("the file", path)
         states = {c: gathered(c.stateful.state_dict()) for c in self.components()}
         own = {c.key: state for c, state in states.items() if c.sharing_pattern is SharingPattern.PER_RANK}
         per_rank = self.process_group.all_gather_object(own)
