@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainformer.cli import options, recipes
+from trainformer.cli import jax_recipes, options, recipes
 from trainformer.cli.app import Command
 from trainformer.cli.consent import add_trust_argument
 from trainformer.cli.output import (
@@ -34,6 +34,11 @@ from trainformer.core.errors import BadArgument, did_you_mean, expected
 if TYPE_CHECKING:
     from trainformer.live.runs import RunInfo
 
+# Settings that say where the run is or where it starts, also by their names on JAX.
+_OF_THE_RUN = (
+    *("run_dir", "name", "save_dir", "resume", "load_components"),
+    *("output_dir", "save_directory", "model_name", "run_name", "resume_from_checkpoint"),
+)
 _IMPLIED_BY_RESUME = ("max_steps", "resume", "load_components")
 
 
@@ -116,7 +121,7 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
     from trainformer.config.loading import parse_assignment
 
     changes = dict(parse_assignment(text, "a setting such as --set batch_size=64") for text in args.settings)
-    for name in ("run_dir", "name", "save_dir", "resume", "load_components"):
+    for name in _OF_THE_RUN:
         if name in changes:
             do = "A run is resumed in its folder, from its newest checkpoint."
             raise BadArgument(expected("a setting that a resumed run can change", name, do))
@@ -128,6 +133,15 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _continue(info: RunInfo, trust: list[str], changes: dict[str, Any], variables: dict[str, Any]) -> None:
+    file = info.path / recipes.FILE
+    recipe = load_config(file, trust=trust, variables=variables) if file.is_file() else None
+    if recipe is not None and jax_recipes.arguments_of(recipe.get("trainer")) is not None:
+        settings = {**changes, **_start(info, changes)}
+        trainer = recipes.trainer_of(str(info.path), trust=trust, changes=settings, variables=variables)
+        if changes:
+            recipes.keep(trainer, jax_recipes.changed(recipe, changes))
+        trainer.train()
+        return
     from trainformer.run import RunSettings
 
     written, defaults = recipes.settings_in(info.path, trust, variables), RunSettings.defaults()

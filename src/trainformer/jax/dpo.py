@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -19,6 +20,7 @@ from flax import nnx
 
 from trainformer.backends.jax.sharding import make_sharded
 from trainformer.backends.jax.step import VALID
+from trainformer.checkpointing.tools.jax_models import TrainerRecord
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.core.types import Loss
 from trainformer.data.text.collate import pair_batch
@@ -138,6 +140,21 @@ class DPOTrainer(TextTrainer):
             return pairs
         self._scored.append(ScoredPairs(pairs))
         return self._scored[-1]
+
+    def recorded_options(self) -> dict[str, Any]:
+        given = self.reference_model
+        own = {} if given is None else {"reference_model": str(given) if isinstance(given, Path) else given}
+        return {**super().recorded_options(), **own}
+
+    @classmethod
+    def options_to_evaluate(cls, record: TrainerRecord, arguments: Any) -> dict[str, Any]:
+        """The reference model: the one that training began with."""
+        if not arguments.needs_reference or "reference_model" in record.options:
+            return {}
+        if record.base is None:
+            do = "Evaluate in the program that started the run: trainer.eval()."
+            raise BadArgument(expected("the folder or name of the reference model", "a model made by the program", do))
+        return {"reference_model": record.base}
 
     def create_collect_function(self, *args: Any, **kwargs: Any) -> Callable[[list[Any]], Any]:
         """Pairs (rows, 2, length), the chosen answer first, with their reference log probabilities."""

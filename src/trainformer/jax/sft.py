@@ -150,6 +150,10 @@ class SFTTrainer(TextTrainer):
         """Loss and accuracy without dropout and label smoothing."""
         return self.token_sums(model, batch).total()
 
+    def recorded_options(self) -> dict[str, Any]:
+        own = {} if self.formatting_func is None else {"formatting_func": self.formatting_func}
+        return {**super().recorded_options(), **own}
+
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Perplexity, from the mean loss over all supervised tokens of the dataset."""
         return {"perplexity": math.exp(min(metrics["loss"], _MAX_EXPONENT))} if "loss" in metrics else {}

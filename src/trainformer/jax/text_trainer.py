@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,12 @@ import numpy as np
 from flax import nnx
 
 from trainformer.backends.jax.step import VALID
+from trainformer.checkpointing.tools.jax_models import TrainerRecord
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.data.text.collate import token_batch
 from trainformer.data.text.encode import TRUNCATION, Encoder
 from trainformer.data.text.tokenizer import open_tokenizer
+from trainformer.jax.answers import generated_columns
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
 from trainformer.jax.saving import new_files, save_trainer
@@ -255,13 +257,27 @@ class TextTrainer(BaseTrainer):
         tokens = math.prod(shape) // math.prod(self.mesh.shape[axis] for axis in ("dp", "fsdp", "sp"))
         return min(shape[1], max(1, -(-tokens // (asked or max(1, _MAX_LOGITS // (vocab_size or 1))))))
 
-    def save_assets(self, folder: Path) -> list[str]:
-        files = super().save_assets(folder)
-        if hasattr(self.text, "save_pretrained"):
-            with new_files(folder) as written:
+    def use_learned(self, record: TrainerRecord) -> None:
+        self.base_folder = record.base  # of an adapter that is saved again
+
+    def predicted_columns(
+        self, data: Any, batch_size: int | None = None, *, max_new_tokens: int = 64, **options: Any
+    ) -> Iterator[dict[str, Any]]:
+        """The `prompt` and the `text` generated for each record, and its `target` if there are any.
+
+        `data` is the path of a file or a list: texts, conversations, or records with a `prompt` or `messages`.
+        """
+        size = batch_size or self.evaluation_batch_size
+        yield from generated_columns(self, data, size, max_new_tokens=max_new_tokens, **options)
+
+    def save_tokenizer(self, folder: Path) -> list[str]:
+        with new_files(folder) as written:
+            if hasattr(self.text, "save_pretrained"):
                 self.text.save_pretrained(str(folder))
-            files += written
-        return files
+        return written
+
+    def save_assets(self, folder: Path) -> list[str]:
+        return [*super().save_assets(folder), *self.save_tokenizer(folder)]
 
     def save_pretrained(self, ckpt_path: str | Path, state: Any = None, *, merge: bool = False) -> str:
         """Write the state, the arguments, the tokenizer and the weights to a folder, atomically.

@@ -69,6 +69,15 @@ class GenerationPrompt:
         return ids
 
 
+@dataclass(frozen=True)
+class Generated:
+    """A generated text. `finished`: the model ended it, rather than `max_new_tokens` or the end of its context."""
+
+    text: str
+    tokens: int
+    finished: bool
+
+
 def check_template(tokenizer: Any) -> None:
     """Reject a tokenizer without a chat template."""
     if not getattr(tokenizer, "chat_template", None):

@@ -11,7 +11,6 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,15 +20,15 @@ from trainformer.adapters.base import unwrap_model
 from trainformer.core.errors import BadArgument, DataError, check_count, did_you_mean, expected
 from trainformer.data.order import preserved_generators, sample_key, seed_generators
 from trainformer.data.text.collate import pad
-from trainformer.data.text.generation import GenerationPrompt, end_of_turn
+from trainformer.data.text.generation import Generated, GenerationPrompt, end_of_turn
+from trainformer.data.text.sampling import SAMPLING, SamplingOptions
 from trainformer.models.generation import stop_token_ids
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.positions import longest_sequence
-from trainformer.tasks.language.rollouts.sampling import InverseSampling, SamplingOptions, row_numbers, warpers
+from trainformer.tasks.language.rollouts.sampling import InverseSampling, row_numbers, warpers
 
 logger = logging.getLogger("trainformer")
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None}  # of transformers' `generate`
 # With one of these, transformers samples, from generators that the seed of the first row seeds.
 _OTHER_SAMPLING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "num_beams", "penalty_alpha")
@@ -39,15 +38,6 @@ _CALL_OPTIONS = (
 )
 _ONE_TEXT = "One text is returned per prompt: pass the prompt several times, with different seeds."
 _OF_PROMPTS = {"num_return_sequences": _ONE_TEXT, "return_dict_in_generate": "Texts are returned: leave it out."}
-
-
-@dataclass(frozen=True)
-class Generated:
-    """A generated text. `finished`: the model ended it, rather than `max_new_tokens` or the end of its context."""
-
-    text: str
-    tokens: int
-    finished: bool
 
 
 def context_length(model: nn.Module) -> int | None:

@@ -10,7 +10,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.tasks.language.rollouts.environment": ["Environment", "ToolEnvironment"],
         "trainformer.tasks.language.rollouts.generation": ["Generated", "Generator"],
         "trainformer.tasks.language.rollouts.rewards": ["overlong_penalty"],
-        "trainformer.tasks.language.rollouts.sampling": ["SamplingOptions"],
+        "trainformer.data.text.sampling": ["SamplingOptions"],
         "trainformer.tasks.language.rollouts.vllm": ["VLLMEngine", "VLLMServer"],
     },
 )

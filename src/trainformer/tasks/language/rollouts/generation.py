@@ -10,7 +10,8 @@ from torch import nn
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.data.text.collate import pad
-from trainformer.tasks.language.rollouts.sampling import SamplingOptions, sample_tokens
+from trainformer.data.text.sampling import SamplingOptions
+from trainformer.tasks.language.rollouts.sampling import sample_tokens
 
 
 class Generated(NamedTuple):

@@ -8,9 +8,9 @@ from typing import Any
 
 from trainformer.core.errors import DataError, expected
 from trainformer.data.text.prompts import Messages, Prompt, PromptEncoder
+from trainformer.data.text.sampling import SamplingOptions
 from trainformer.tasks.language.rollouts.environment import Environment, as_messages, observation_ids
 from trainformer.tasks.language.rollouts.generation import Generator
-from trainformer.tasks.language.rollouts.sampling import SamplingOptions
 
 
 @dataclass
