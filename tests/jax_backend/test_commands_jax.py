@@ -16,10 +16,7 @@ from text_trainer_toys import make_folder, pairs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trainformer
-from trainformer import checkpoint
 from trainformer.cli import main, recipes
-from trainformer.core.errors import BadArgument, DataError
-from trainformer.data.builtin import builtin_arrays
 
 TORCH = """\
 trainer:

@@ -62,7 +62,9 @@ from trainformer.jax.validation import (
     state_on_mesh,
     warn_unused_optimizer_arguments,
 )
+from trainformer.run.check_report import CheckReport
 from trainformer.run.fit import fit
+from trainformer.run.jax.preflight import check_run
 from trainformer.run.jax.run import JaxRun, JaxSettings
 from trainformer.utils.console import PipeConsole
 
@@ -426,6 +428,10 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
                 run.load(Path(ckpt_path))
         fit(run)
         return self.model_state
+
+    def check(self, raise_on_failure: bool = True) -> CheckReport:
+        """Check in seconds whether this run will work; state, random numbers and position are left unchanged."""
+        return check_run(self._run, raise_on_failure)
 
     def eval(self, state: Any = None) -> dict[str, float]:
         """Evaluate a state (default: the current one) on the evaluation data. Returns metrics named ``eval_...``."""
