@@ -63,6 +63,7 @@ class ImageClassification:
     backbone: str | None  # the folder or hub name of a model in HuggingFace format; None: a small ViT
     num_classes: int | None = None  # None: as many as the data have
     image_size: int | None = None  # images of files are resized to it
+    loss: str = "ce"  # cross entropy
     label_smoothing: float = 0.0
     augment: str | None = "basic"  # none: there is no augmentation on JAX
 
@@ -384,6 +385,8 @@ def _image_classification(chosen: ImageClassification, asks_length: bool) -> _Pl
     if chosen.augment not in (None, "none"):
         do = "There is no augmentation on JAX: pass augment='none'."
         raise BadArgument(expected("no augment for ImageClassification on JAX", chosen.augment, do))
+    if chosen.loss != "ce":
+        raise BadArgument(expected("loss='ce' for ImageClassification on JAX", chosen.loss, "'bce' exists on torch only."))
     backbone = chosen.backbone
     if backbone is not None and "/" not in str(backbone) and not Path(backbone).is_dir():
         do = "Models of timm exist on torch only; None is a small ViT."

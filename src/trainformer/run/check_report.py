@@ -70,7 +70,7 @@ class CheckReport:
         return file.getvalue()
 
     def print_to(self, console: Console) -> None:
-        """Print as wide as the terminal; elsewhere as wide as the table, so that a finding is one line of a log file."""
+        """Print as wide as the terminal; elsewhere as wide as the table: a finding is one line of a log file."""
         usual = console.width
         if not console.is_terminal and not console.is_jupyter:
             console.width = 10_000
