@@ -20,9 +20,9 @@ _TASKS = "trainformer.jax.tasks"
 def backend_in(words: Sequence[str]) -> str:
     """The backend that the words of a command name; torch by default."""
     found = "torch"
-    for word, follows in zip(words, [*words[1:], ""], strict=True):
+    for place, word in enumerate(words):
         if word == "--backend":
-            found = follows
+            found = "".join(words[place + 1 : place + 2])
         elif word.startswith("--backend="):
             found = word.partition("=")[2]
     if found not in BACKENDS:

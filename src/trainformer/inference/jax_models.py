@@ -26,7 +26,18 @@ _TEMPLATE_OPTIONS = ("tools", "chat_template_kwargs", "continue_final_message")
 
 
 class JaxPredictor:
-    """A model that was trained on JAX, from `trainformer.load`. Calling it is `predict`."""
+    """A model that was trained on JAX, from `trainformer.load`. Calling it is `predict`.
+
+    >>> import numpy as np, trainformer
+    >>> from trainformer.jax import ImageClassificationTrainer, TrainingArguments
+    >>> arguments = TrainingArguments(max_steps=2, total_batch_size=16, log="none", output_dir="runs/digits")
+    >>> trainer = ImageClassificationTrainer(arguments, dataset_train="digits")
+    >>> _ = trainer.train()
+    >>> image = np.zeros((8, 8), np.uint8)
+    >>> row = trainformer.load("runs/digits")(image)
+    >>> sorted(row), bool(np.allclose(row["probabilities"], trainer.predict(image[None])[0], atol=1e-6))
+    (['id', 'prediction', 'probabilities', 'probability'], True)
+    """
 
     def __init__(self, trainer: Any, source: Path, checkpoint: Checkpoint | None = None) -> None:
         self.trainer = trainer
@@ -84,7 +95,23 @@ class JaxPredictor:
 
 
 class JaxTextPredictor(JaxPredictor):
-    """A causal language model that was trained on JAX."""
+    """A causal language model that was trained on JAX.
+
+    >>> import trainformer
+    >>> from trainformer.data.text.tokenizer import train_tokenizer
+    >>> from trainformer.jax import SFTConfig, SFTTrainer
+    >>> from trainformer.models.jax import DecoderConfig
+    >>> texts = [{"text": "the red fox"}, {"text": "the old dog"}] * 4
+    >>> tokenizer = train_tokenizer(texts, vocabulary=300)
+    >>> config = DecoderConfig(vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+    ...                        num_attention_heads=2, max_position_embeddings=32)
+    >>> arguments = SFTConfig(max_steps=2, total_batch_size=8, log="none", output_dir="runs/fox", cache_dir="tokens")
+    >>> trainer = SFTTrainer(arguments, config, tokenizer, train_dataset=texts)
+    >>> _ = trainer.train()
+    >>> row = trainformer.load("runs/fox").generate("the red", max_new_tokens=4)
+    >>> row["text"] == trainer.generate("the red", max_new_tokens=4)
+    True
+    """
 
     trainer: TextTrainer
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.engine.cadence import Cadence
 
 _PACKAGE = "trainformer.jax"
 _ON_TORCH = "It exists on torch only."
@@ -282,6 +283,8 @@ def _run_arguments(common: Settings, task: str) -> dict[str, Any]:
         raise BadArgument(expected("save_last of at least 1 on JAX", common.save_last))
     if isinstance(common.eval_every, Mapping):
         raise BadArgument(expected("one eval_every for all validation sets on JAX", dict(common.eval_every)))
+    for name, unit in (("log_every", "steps"), ("save_every", common.save_strategy), ("eval_every", "epochs")):
+        Cadence.parse(getattr(common, name), unit, name)
     evaluates = common.val_data is not None and common.eval_every is not None
     optimizer, options = _named(common.optimizer, "optimizer")
     scheduler, of_scheduler = _named(common.scheduler, "scheduler")
@@ -386,7 +389,9 @@ def _image_classification(chosen: ImageClassification, asks_length: bool) -> _Pl
         do = "There is no augmentation on JAX: pass augment='none'."
         raise BadArgument(expected("no augment for ImageClassification on JAX", chosen.augment, do))
     if chosen.loss != "ce":
-        raise BadArgument(expected("loss='ce' for ImageClassification on JAX", chosen.loss, "'bce' exists on torch only."))
+        raise BadArgument(
+            expected("loss='ce' for ImageClassification on JAX", chosen.loss, "'bce' exists on torch only.")
+        )
     backbone = chosen.backbone
     if backbone is not None and "/" not in str(backbone) and not Path(backbone).is_dir():
         do = "Models of timm exist on torch only; None is a small ViT."
