@@ -78,8 +78,10 @@ def config_of(components: Sequence[Component], values: Mapping[str, Mapping[str,
 
 def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments without those that are None by default, so that the recipe stays short."""
-    none = ("output_dir", "max_sequence_length", "cache_dir", "prompt_template", "chunk_tokens", "beta", "eval_steps")
-    none = (*none, "save_steps", "gradient_checkpointing")
+    none = (
+        *("output_dir", "max_sequence_length", "cache_dir", "prompt_template", "chunk_tokens", "beta", "eval_steps"),
+        *("save_steps", "gradient_checkpointing"),
+    )
     empty = ("optimizer_kwargs", "scheduler_kwargs")
     return {
         name: value

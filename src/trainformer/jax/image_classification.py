@@ -95,7 +95,7 @@ class ImageClassificationTrainer(BaseTrainer):
         names = getattr(data, "class_names", None)
         if train:
             self.class_names = names
-        elif None not in (names, self.class_names) and names != self.class_names:
+        elif names is not None and self.class_names is not None and names != self.class_names:
             raise DataError(expected(f"the classes of the training data ({', '.join(self.class_names)})", names))
         # From the dataset's metadata, or by reading all samples.
         known = labels_of(data.samples if isinstance(data, _ImageSamples) else data)

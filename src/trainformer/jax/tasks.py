@@ -283,7 +283,8 @@ def _run_arguments(common: Settings, task: str) -> dict[str, Any]:
         raise BadArgument(expected("save_last of at least 1 on JAX", common.save_last))
     if isinstance(common.eval_every, Mapping):
         raise BadArgument(expected("one eval_every for all validation sets on JAX", dict(common.eval_every)))
-    for name, unit in (("log_every", "steps"), ("save_every", common.save_strategy), ("eval_every", "epochs")):
+    units: dict[str, Any] = {"log_every": "steps", "save_every": common.save_strategy, "eval_every": "epochs"}
+    for name, unit in units.items():
         Cadence.parse(getattr(common, name), unit, name)
     evaluates = common.val_data is not None and common.eval_every is not None
     optimizer, options = _named(common.optimizer, "optimizer")

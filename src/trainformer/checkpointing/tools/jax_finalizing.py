@@ -68,7 +68,11 @@ def finalize_jax(
             from trainformer.checkpointing.tools.gguf_files import write_gguf
 
             write_gguf(folder, gguf)
-        facts = {"name": target.name, "kind": None if kind is None else kind.lower(), "base": record.base}
+        facts: dict[str, Any] = {
+            "name": target.name,
+            "kind": None if kind is None else kind.lower(),
+            "base": record.base,
+        }
         facts |= {"adapter": made.get("adapter"), "ema": average[0], "step": checkpoint.step}
         write_card(folder, checkpoint, settings, facts)
         result = Finalized(

@@ -145,7 +145,7 @@ def read_average(checkpoint: Checkpoint, ema: bool | str | None) -> tuple[str | 
 
 
 def _config_of(model: Any) -> dict[str, Any] | None:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not isinstance(getattr(config, "model_type", None), str):
         return None
     dtype = str(next(iter(flat_params(model).values())).dtype)

@@ -87,7 +87,7 @@ def _data(run: JaxRun, report: CheckReport) -> list[HostBatch]:
     """The first batches; empty if they cannot be used."""
     try:
         batches = list(islice(run.train_source.batches(0), _BATCHES))
-        placed = [] if not batches else next(run.backend.feed(iter(batches[:1]), train=True)).data
+        placed: dict[str, Any] = _placed(run, batches[0]).data if batches else {}
     except Exception as error:
         report.add("data", [f"the first batches cannot be read: {words(error)}"], "")
         return []
