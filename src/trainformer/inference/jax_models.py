@@ -16,7 +16,7 @@ import numpy as np
 from trainformer.checkpointing import Checkpoint
 from trainformer.core.errors import BadArgument, check_count, expected
 from trainformer.data.text.generation import Generated, GenerationPrompt, as_prompts, is_conversation
-from trainformer.jax.answers import answer, check_language_model, context_length
+from trainformer.jax.answers import check_language_model, context_length
 from trainformer.jax.recorded import open_trainer
 from trainformer.jax.saving import export_trainer
 from trainformer.jax.text_trainer import TextTrainer
@@ -180,11 +180,11 @@ class WholeAnswer:
 
     def __init__(self, trainer: TextTrainer, prompt: GenerationPrompt, max_new_tokens: int, options: Any) -> None:
         self.result: Generated | None = None
-        self._arguments = (trainer, [prompt], max_new_tokens)
-        self._options = options
+        self._trainer, self._prompt = trainer, prompt
+        self._options = {**options, "max_new_tokens": max_new_tokens}
 
     def __iter__(self) -> Iterator[str]:
-        (self.result,) = answer(*self._arguments, **self._options)
+        (self.result,) = self._trainer.generate_texts([self._prompt], **self._options)
         yield self.result.text
 
     def close(self) -> None:

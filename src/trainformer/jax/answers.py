@@ -44,7 +44,7 @@ def generated_columns(trainer: Any, data: Any, batch_size: int, **options: Any) 
     has_targets = any(prompt.target is not None for prompt in prompts)
     for first in range(0, len(prompts), batch_size):
         chosen = prompts[first : first + batch_size]
-        made = answer(trainer, chosen, **options)
+        made = trainer.generate_texts(chosen, **options)
         index = list(range(first, first + len(chosen)))
         columns: dict[str, Any] = {"index": index, "id": index}
         columns |= {"prompt": [prompt.render(trainer.text) for prompt in chosen], "text": [each.text for each in made]}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,9 @@ from trainformer.checkpointing.tools.jax_models import TrainerRecord
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.data.text.collate import token_batch
 from trainformer.data.text.encode import TRUNCATION, Encoder
+from trainformer.data.text.generation import Generated, GenerationPrompt
 from trainformer.data.text.tokenizer import open_tokenizer
-from trainformer.jax.answers import generated_columns
+from trainformer.jax.answers import answer, generated_columns
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
 from trainformer.jax.saving import new_files, save_trainer
@@ -259,6 +260,12 @@ class TextTrainer(BaseTrainer):
 
     def use_learned(self, record: TrainerRecord) -> None:
         self.base_folder = record.base  # of an adapter that is saved again
+
+    def generate_texts(
+        self, prompts: Sequence[GenerationPrompt], max_new_tokens: int = 64, **options: Any
+    ) -> list[Generated]:
+        """Continue texts and answer conversations, with the number of tokens and whether the model ended each text."""
+        return answer(self, prompts, max_new_tokens, **options)
 
     def predicted_columns(
         self, data: Any, batch_size: int | None = None, *, max_new_tokens: int = 64, **options: Any

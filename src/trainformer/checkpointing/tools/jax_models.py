@@ -22,10 +22,9 @@ from trainformer.checkpointing.tools.choosing import choose_ema
 from trainformer.checkpointing.tools.listing import JAX_STATE
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.models.jax.families import family_of
-from trainformer.models.jax.huggingface import flat_params, flat_paths, saved_config
+from trainformer.models.jax.huggingface import flat_params, saved_config
 from trainformer.models.jax.lora import apply_lora
 from trainformer.utils.files import decode_json
-from trainformer.utils.tree_files import read_tree
 
 FILE = "trainer.json"
 _VERSION = 1
@@ -127,9 +126,18 @@ class TrainerRecord:
 
 def read_weights(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     """Parameters and batch statistics of a checkpoint by path, on the host."""
-    records = checkpoint.manifest.components[JAX_STATE]
-    dataclasses.replace(checkpoint.manifest, components={JAX_STATE: records}).verify(checkpoint.path)
-    arrays = read_arrays(checkpoint.path / JAX_STATE, _WEIGHTS)
+    return _arrays_of(checkpoint, JAX_STATE)
+
+
+def _arrays_of(checkpoint: Checkpoint, key: str) -> dict[str, np.ndarray]:
+    """Parameters and batch statistics of a component by path."""
+    if key not in checkpoint.manifest.components:
+        raise DataError(
+            expected(f"the component {key} in {checkpoint.path}", ", ".join(checkpoint.manifest.components))
+        )
+    records = checkpoint.manifest.components[key]
+    dataclasses.replace(checkpoint.manifest, components={key: records}).verify(checkpoint.path)
+    arrays = read_arrays(checkpoint.path / key, _WEIGHTS)
     return {name.partition("/")[2]: array for name, array in arrays.items()}
 
 
@@ -138,10 +146,7 @@ def read_average(checkpoint: Checkpoint, ema: bool | str | None) -> tuple[str | 
     key = choose_ema(checkpoint.manifest.components, ema)
     if key is None:
         return None, {}
-    records = checkpoint.manifest.components[key]
-    dataclasses.replace(checkpoint.manifest, components={key: records}).verify(checkpoint.path)
-    flat = flat_paths(read_tree(checkpoint.path, [record.name for record in records])["model"])
-    return key, {name.removeprefix(_WEIGHTS[0]).removeprefix(_WEIGHTS[1]): array for name, array in flat.items()}
+    return key, _arrays_of(checkpoint, key.replace("callback.", "average.", 1))
 
 
 def _config_of(model: Any) -> dict[str, Any] | None:
