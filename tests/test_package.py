@@ -9,7 +9,7 @@ import pytest
 PUBLIC = {
     "trainformer": "DatasetInfo Loss Mixture OptimizerConfig PipelineConfig PipelineContext Task TaskBase Trainer "
     "load log_metric seed_everything",
-    "trainformer.inference": "OnnxPredictor Predictor TextPredictor load",
+    "trainformer.inference": "JaxPredictor JaxTextPredictor OnnxPredictor Predictor TextPredictor load",
     "trainformer.tasks": "CLIP CPO CausalLM DPO DatasetInfo Distillation GRPO ImageClassification KTO Loss MaskedLM "
     "MetricLearning ObjectDetection OnlineDPO OptimizerConfig RewardModel SSL SemanticSegmentation Seq2Seq "
     "TabularClassification TabularRegression Task TaskBase TextClassification TextEmbedding TimeSeriesForecasting "
@@ -51,7 +51,7 @@ PUBLIC = {
     "ImageClassificationTrainer KTOConfig KTOTrainer LoRAConfig MaskedLMConfig MaskedLMTrainer ORPOConfig ORPOTrainer "
     "RewardConfig RewardTrainer SFTConfig SFTTrainer Seq2SeqConfig Seq2SeqTrainer SequenceClassificationConfig "
     "SequenceClassificationTrainer TrainState Trainer TrainerConfigureDataloaderOutput TrainerConfigureFunctionOutput "
-    "TrainerConfigureModelOutput TrainingArguments",
+    "TrainerConfigureModelOutput TrainingArguments make_trainer",
     "trainformer.config": "Call Config ConfigList ConfigTuple Place Project REGISTRY Registry Var build_from_cfg "
     "load_config materialize to_dot to_json to_python to_tree to_yaml",
     "trainformer.report": "write_report",

@@ -16,7 +16,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.backends.torch.logged_values": ["log_metric"],
         "trainformer.core.types": ["Loss", "OptimizerConfig"],
         "trainformer.data.mixture.mixture": ["Mixture"],
-        "trainformer.inference.loading": ["load"],
+        "trainformer.inference.opening": ["load"],
         "trainformer.tasks.base": ["DatasetInfo", "Task", "TaskBase"],
         "trainformer.context": ["PipelineConfig", "PipelineContext"],
         "trainformer.utils.helpers": ["seed_everything"],

@@ -16,6 +16,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "trainformer.checkpointing.tools.summary": ["Part", "Summary", "inspect"],
         "trainformer.checkpointing.tools.comparison": ["Comparison", "Difference", "PartComparison", "compare"],
         "trainformer.checkpointing.tools.states": ["export_weights"],
-        "trainformer.checkpointing.tools.finalizing": ["Finalized", "finalize"],
+        "trainformer.checkpointing.tools.finalized": ["Finalized", "finalize"],
     },
 )

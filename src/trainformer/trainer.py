@@ -14,9 +14,10 @@ from trainformer.core.errors import UnknownArgument, expected
 from trainformer.core.synonyms import suggest_setting
 from trainformer.distributed import is_main_process
 from trainformer.run import RunSettings, TorchRun
+from trainformer.run.check_report import CheckReport
 from trainformer.run.fit import fit
 from trainformer.run.torch.api import TorchTrainerApi
-from trainformer.run.torch.preflight import CheckReport, check_run
+from trainformer.run.torch.preflight import check_run
 from trainformer.utils.console import PipeConsole
 from trainformer.utils.files import check_local
 

@@ -315,9 +315,9 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
 def test_who_is_killed_before_the_end_leaves_no_half_result(plain, tmp_path):
     program = (
         "import os, signal, sys\n"
-        "from trainformer.checkpointing.tools import finalizing\n"
-        "finalizing._publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "finalizing.finalize(*sys.argv[1:])\n"
+        "from trainformer.checkpointing.tools import finalized, finalizing\n"
+        "finalizing.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "finalized.finalize(*sys.argv[1:])\n"
     )
     words = [sys.executable, "-c", program, str(plain.run_folder), str(tmp_path / "out")]
     assert subprocess.run(words, check=False, capture_output=True).returncode == -signal.SIGKILL

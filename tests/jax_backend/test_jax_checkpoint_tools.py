@@ -56,11 +56,19 @@ def test_compare_names_what_differs(runs):
     assert "step: 4 against 5" in str(found)
 
 
-def test_finalize_is_refused_with_advice(runs, tmp_path):
-    root, *_ = runs
-    with pytest.raises(BadArgument, match=r"run on JAX.*save_pretrained"):
-        checkpoint.finalize(root / "a", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+def test_finalize_writes_the_weights_of_own_modules(runs, tmp_path):
+    root, state, _ = runs
+    made = checkpoint.finalize(root / "a", tmp_path / "out")
+    assert (made.step, made.compared) == (4, "weights")
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: tensor.tolist() for name, tensor in weights.items()} == {
+        name: np.asarray(array).tolist() for name, array in state.params.items()
+    }
+    with pytest.raises(BadArgument, match="no quantize for a run on JAX"):
+        checkpoint.finalize(root / "a", tmp_path / "other", quantize="int8-weight-only")
+    with pytest.raises(BadArgument, match="a causal language model to write as GGUF"):
+        checkpoint.finalize(root / "a", tmp_path / "other", gguf=True)
+    assert not (tmp_path / "other").exists()
 
 
 def test_bf16_weights_are_exported_bit_for_bit(tmp_path):

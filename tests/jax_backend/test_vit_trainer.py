@@ -140,7 +140,7 @@ def test_invalid_images_and_labels_are_refused(digits, tmp_path):
         trainer_of("digits", held_out={"image": images, "label": labels + 5})
     with pytest.raises(DataError, match="'image' and a 'label'"):
         trainer_of({"picture": images, "label": labels})
-    with pytest.raises(BadArgument, match="Read the files into arrays"):
+    with pytest.raises(DataError, match="Expected images"):
         trainer_of(tmp_path)
     with pytest.raises(BadArgument, match="Did you mean"):
         trainer_of("digit")

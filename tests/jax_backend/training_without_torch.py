@@ -116,6 +116,22 @@ def use_commands(folder: Path) -> None:
     assert not [problem for problem in found["problems"] if "cannot be imported" in problem["what"]]
     for words in (["runs", "runs"], ["ckpt", "list", run], ["ctl", "list"]):
         assert main(words) == 0, words
+    (folder / "lines.txt").write_text("1 and 1 are\n2 and 2 are\n")
+    (folder / "texts.jsonl").write_text('{"text": "3 and 3 are 6"}\n' * 8)
+    saved = f"--model={folder}/saved"
+    for words in (
+        ["predict", run, "lines.txt", "--max-new-tokens=3"],
+        ["generate", run, "--prompt=1 and 1", "--max-new-tokens=3"],
+        ["evaluate", run, "--data", "texts.jsonl"],
+        ["export", run, "exported"],
+        ["finalize", run, "final"],
+        ["train", "--backend=jax", "--task=CausalLM", saved, "--data=texts.jsonl", "--max-steps=1", "--batch-size=8",
+         "--max-length=32", "--cache-dir=tokens", "--log=none", "--run-dir=runs/typed"],
+        ["resume", "runs/typed", "--max-steps=2"],
+        ["evaluate", "runs/typed", "--data", "texts.jsonl"],
+        ["predict", str(folder / "runs/images"), "digits", "--out", "digits.jsonl"],
+    ):  # fmt: skip
+        assert main(words) == 0, words
     assert main(["train", "--task=ImageClassification", "--data=digits"]) == 1
 
 
@@ -131,7 +147,6 @@ def refuse() -> None:
 
     for package, name in (
         (trainformer, "Trainer"),
-        (trainformer, "load"),
         (trainformer.tasks, "CausalLM"),
         (trainformer.hf, "Trainer"),
         (trainformer.mini, "BaseTrainer"),

@@ -8,7 +8,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainformer.core import BadArgument
-from trainformer.tasks.language.rollouts.sampling import SamplingOptions, completion_mask, row_numbers, sample_tokens
+from trainformer.models.generation import SamplingOptions
+from trainformer.tasks.language.rollouts.sampling import completion_mask, row_numbers, sample_tokens
 
 PAD, STOP = 0, 3
 

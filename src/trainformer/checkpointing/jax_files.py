@@ -250,17 +250,18 @@ def read_state(folder: Path, like: TrainState) -> TrainState:
     return state
 
 
-def read_arrays(folder: Path) -> dict[str, np.ndarray]:
-    """All arrays of a folder by name, on the host. PRNG keys come as plain integers."""
+def read_arrays(folder: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, np.ndarray]:
+    """The arrays of a folder by name, on the host; those with one of the prefixes. PRNG keys come as plain integers."""
     folder = Path(folder).absolute()
-    saved = _index(folder)
+    saved = [name for name in _index(folder) if name.startswith(prefixes)]
     try:
         handler = ocp.PyTreeCheckpointHandler()
         with root_logger_untouched(), warnings.catch_warnings(), ocp.Checkpointer(handler) as checkpointer:
             warnings.simplefilter("ignore", UserWarning)  # that no sharding is given: arrays stay on the host
-            names = checkpointer.metadata(folder).item_metadata.keys()
+            names = [name for name in checkpointer.metadata(folder).item_metadata if name.startswith(prefixes)]
             kinds = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
-            arrays = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(restore_args=kinds))
+            arguments = ocp.args.PyTreeRestore(item=dict.fromkeys(names, 0), restore_args=kinds, partial_restore=True)
+            arrays = checkpointer.restore(folder, args=arguments)
     except (ValueError, KeyError, OSError) as error:
         raise DataError(f"The arrays in {folder} cannot be read: {error}") from error
     return {name: arrays.get(name, np.zeros((0,))) for name in saved}

@@ -65,11 +65,15 @@ def _parse_args(parser: argparse.ArgumentParser, words: list[str]) -> argparse.N
 
 @dataclass(frozen=True)
 class Command:
-    """`run` returns an exit code, or None for 0. `parse` is for a command whose options depend on others' values."""
+    """`run` returns an exit code, or None for 0. `parse` is for a command whose options depend on others' values.
 
-    add_arguments: Callable[[argparse.ArgumentParser], None]
+    With `reads_words`, `add_arguments` also gets the words of the command.
+    """
+
+    add_arguments: Callable[..., None]
     run: Callable[[argparse.Namespace], int | None]
     parse: Callable[[argparse.ArgumentParser, list[str]], argparse.Namespace] = _parse_args
+    reads_words: bool = False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -214,12 +218,12 @@ def _parse(name: str, words: list[str]) -> tuple[argparse.Namespace, Command]:
     command = find_command(name)
     # No abbreviations: an option that is added later would change their meaning.
     parser = _Parser(prog=f"trainformer {name}", description=_sentence(COMMANDS[name][1]), allow_abbrev=False)
-    _add_arguments(parser, command)
+    _add_arguments(parser, command, words)
     return command.parse(parser, words), command
 
 
-def _add_arguments(parser: argparse.ArgumentParser, command: Command) -> None:
-    command.add_arguments(parser)
+def _add_arguments(parser: argparse.ArgumentParser, command: Command, words: Sequence[str] = ()) -> None:
+    command.add_arguments(parser, *([words] if command.reads_words else []))
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     _complete_actions(parser)
 

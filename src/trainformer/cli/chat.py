@@ -63,11 +63,8 @@ def _run(args: argparse.Namespace) -> None:
     conversation = Conversation(model, args.system, template=not args.no_template, seed=seed, **sampling_of(args))
     terminal = Terminal()
     if terminal.is_interactive:
-        first = next(model.model.parameters())
         context = "" if model.context_length is None else f", context of {model.context_length:,} tokens"
-        terminal.note(
-            f"{trained.weights}: {type(model.task).__name__} on {first.device}, {str(first.dtype)[6:]}{context}"
-        )
+        terminal.note(f"{trained.weights}: {trained.description}{context}")
         terminal.note("/help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves.")
     Chat(conversation, terminal).run()
 

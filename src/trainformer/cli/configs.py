@@ -8,7 +8,7 @@ import pprint
 import sys
 from typing import TYPE_CHECKING, Any
 
-from trainformer.cli import recipes
+from trainformer.cli import jax_recipes, recipes
 from trainformer.cli.app import Command, add_action
 from trainformer.cli.consent import add_trust_argument
 from trainformer.cli.output import add_variable_argument, variables_of
@@ -60,7 +60,10 @@ def _run(args: argparse.Namespace) -> None:
     key = _target(config, args.target)
     recipes.seed(config[key])
     thing = materialize(config[key], root=config)
-    if _is_instance(thing, "trainformer.trainer", "Trainer"):
+    if _is_instance(thing, "trainformer.trainer", "Trainer") or (
+        _is_instance(thing, "trainformer.jax.base_trainer", "BaseTrainer")
+        and jax_recipes.arguments_of(config[key]) is not None
+    ):
         recipes.keep(thing, config, key)
     _start(thing, key)
 

@@ -15,10 +15,9 @@ from trainformer.cli.app import Command
 from trainformer.cli.output import check_free, note, stdout_to_stderr
 from trainformer.cli.predict import track_rows
 from trainformer.cli.sampling import add_sampling_arguments, sampling_of
-from trainformer.cli.trained import add_batch_size_argument, add_model_arguments, load_text_model
+from trainformer.cli.trained import Trained, add_batch_size_argument, add_model_arguments, load_text_model
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.optional import require
-from trainformer.run import run_of
 from trainformer.run.predictions import SUFFIXES, WRITERS, write_file
 
 _STDIN = "-"
@@ -59,34 +58,33 @@ def _run(args: argparse.Namespace) -> None:
     printed = sys.stdout
     with stdout_to_stderr():
         trained = load_text_model(args)
-        run, task = run_of(trained.trainer), trained.trainer.task
-        records = list(_records(args, task))
+        records = list(_records(args, trained))
         options = {**sampling_of(args), "seed": args.seed or 0}
         if args.chat or args.system is not None:
             records = [_as_chat(record, args.system, index) for index, record in enumerate(records)]
         kwargs = options.pop("chat_template_kwargs", None)
         if kwargs is not None:
             records = [_with_kwargs(record, kwargs, index) for index, record in enumerate(records)]
-        batches = track_rows(run.predicted_columns(records, **options), len(records), trained.trainer.is_main)
+        batches = track_rows(trained.predicted_columns(records, **options), len(records), trained.is_main)
         if args.out is not None:
             assert form is not None
-            count = run.consume_on_main(batches, lambda found: write_file(found, args.out, form))
-            if run.process_group.is_main:
+            count = trained.consume_on_main(batches, lambda found: write_file(found, args.out, form))
+            if trained.is_main:
                 note(f"wrote {count} texts of {trained.weights} to {args.out}")
         elif args.file is not None or args.json:
-            run.consume_on_main(batches, lambda found: WRITERS["jsonl"](found, printed))
+            trained.consume_on_main(batches, lambda found: WRITERS["jsonl"](found, printed))
         else:
-            run.consume_on_main(batches, lambda found: _print_texts(found, printed))
+            trained.consume_on_main(batches, lambda found: _print_texts(found, printed))
 
 
-def _records(args: argparse.Namespace, task: Any) -> Iterator[Any]:
+def _records(args: argparse.Namespace, trained: Trained) -> Iterator[Any]:
     if args.prompt is not None:
         yield from args.prompt
         return
     if args.file == _STDIN:
         found = [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
     else:
-        loaded = task.load_prompts(args.file)
+        loaded = trained.load_prompts(args.file)
         if not hasattr(loaded, "__len__"):
             raise DataError(expected("a file of prompts", f"the stream {args.file}", "Name a file."))
         found = [loaded[index] for index in range(len(loaded))]

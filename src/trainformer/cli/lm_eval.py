@@ -58,6 +58,9 @@ def _run(args: argparse.Namespace) -> None:
     with stdout_to_stderr():
         lm_eval_package()
         trained = load_text_model(args)
+        if trained.on_jax:
+            do = f"Write a folder for it: trainformer finalize {args.run} OUT, then trainformer lm-eval OUT."
+            raise BadArgument(expected("a model of torch, which lm-evaluation-harness calls", "a run on JAX", do))
         model: Any = trained.predictor
         found = lm_evaluate(
             model.model,

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from trainformer.cli import jax_options
 from trainformer.cli.components import (
     Component,
     ConfigObject,
@@ -61,16 +62,27 @@ _OBJECT = "An object is written as in a config: '{type: package.module.Class, ar
 _BOOLEANS = ("true", "True", "yes", "on", "1", "false", "False", "no", "off", "0")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> None:
     """Add the options that do not depend on the task. Except for `--trust` they have no values here; see `parse`."""
-    require("torch", "torch", f"for `{parser.prog}`")
+    on_jax = _backend(parser, words) == "jax"
+    if not on_jax:
+        require("torch", "torch", f"for `{parser.prog}` (with jax: --backend=jax)")
     parser.usage = f"{parser.prog} --task=TASK --data=DATA [--model=MODEL] [OPTION ...]"
     parser.formatter_class = functools.partial(argparse.HelpFormatter, max_help_position=28)  # type: ignore[assignment]
     parser.epilog = f"Options of a task: {parser.prog} --task=TASK --help. {_SPELLING}"
     add_trust_argument(parser)
     group = parser.add_argument_group(_WHAT)
-    names = {kind: list(summaries(kind)) for kind in ("tasks", "adapters")}
-    own = "or your own class: module:Class"
+    where = f"what trains: torch (default), or jax for {', '.join(jax_options.TASKS)}"
+    group.add_argument("--backend", choices=jax_options.BACKENDS, default="torch", help=where)
+    if on_jax:
+        names = {"tasks": list(jax_options.TASKS), "adapters": list(jax_options.ADAPTERS)}
+    else:
+        names = {kind: list(summaries(kind)) for kind in ("tasks", "adapters")}
+    own = (
+        "your own trainer is described in a config; see `trainformer run`"
+        if on_jax
+        else "or your own class: module:Class"
+    )
     for name, help_text in (
         ("task", f"one of {', '.join(names['tasks'])}; {own}"),
         ("model", "name or folder of the model or backbone"),
@@ -80,7 +92,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             f"--{name}", metavar=name.upper(), choices=choices, default=argparse.SUPPRESS, help=_escaped(help_text)
         )
-    _add_component(parser, trainer_component(), {})
+    _add_component(parser, jax_options.settings_component() if on_jax else trainer_component(), {})
+
+
+def _backend(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
+    try:
+        return jax_options.backend_in(words)
+    except BadArgument as error:
+        parser.error(str(error))
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
@@ -89,16 +108,18 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
     for name in ("--task", "--adapter"):  # the last one counts
         first.add_argument(name, nargs="?")
     chosen, _ = first.parse_known_args(words)
+    on_jax = _backend(parser, words) == "jax"
     if not chosen.task:
         if {"-h", "--help"} & set(words):
             parser.print_help()
             parser.exit(0)
-        known = ", ".join(summaries("tasks"))
+        known = ", ".join(jax_options.TASKS if on_jax else summaries("tasks"))
         unknown = [flag for word in words if (flag := word.partition("=")[0]) not in parser._option_string_actions]
         typos = [flag for flag in unknown if did_you_mean(flag.lstrip("-"), ["task"])]
         parser.error(f"expected --task=TASK, received {typos[0] if typos else 'none'}; there is {known}")
     try:
-        table = OptionTable(find_components(chosen.task, chosen.adapter or None), _command_actions(parser))
+        find = jax_options.find_components if on_jax else find_components
+        table = OptionTable(find(chosen.task, chosen.adapter or None), _command_actions(parser), on_jax)
         given = list(_split(words, table.is_alone))
         if any(word.name == "help" for word in given):
             _help_page(parser, table).print_help()
@@ -108,9 +129,9 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
             [as_flag(word.name) + ("" if word.text is None else f"={word.text}") for word in of_command]
         )
         values = table.values(word for word in given if word.name not in ("task", "adapter", *table.command))
+        args.config = (jax_options.config_of if on_jax else config_of)(table.components, values)
     except BadArgument as error:
         parser.error(str(error))
-    args.config = config_of(table.components, values)
     # Typing where a class is, or the name of an installed plugin, means to trust that module.
     named = [part for part in table.components if ":" in part.name or not part.target.startswith("trainformer")]
     args.trust = [*args.trust, *(part.target.partition(":")[0] for part in named)]
@@ -169,8 +190,11 @@ def _split(words: Sequence[str], is_alone: Callable[[str, str], bool]) -> Iterat
 class OptionTable:
     """The options of all components, by the names they can be typed by."""
 
-    def __init__(self, components: Sequence[Component], command: Mapping[str, argparse.Action]) -> None:
+    def __init__(
+        self, components: Sequence[Component], command: Mapping[str, argparse.Action], on_jax: bool = False
+    ) -> None:
         self.components = components
+        self.on_jax = on_jax
         self.command = command  # options of the command itself
         self.by_key = {option.key: option for component in components for option in component.options.values()}
         self.by_name: dict[str, list[Option]] = {}
@@ -274,6 +298,8 @@ class OptionTable:
     def _refuse_unknown(self, word: Word) -> NoReturn:
         first, _, last = word.name.partition(".")
         name = last if first in ("task", "adapter", "trainer") and last else word.name
+        if self.on_jax:
+            jax_options.refuse_unknown(word.typed, name.removeprefix("no_"), self)
         roles = {component.role: component.name for component in self.components}
         for kind in ("adapters", "tasks"):
             found = [known for known in built_in(kind) if name in find_component(kind[:-1], known).parameters]

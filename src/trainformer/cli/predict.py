@@ -16,7 +16,6 @@ from trainformer.cli.app import Command
 from trainformer.cli.output import check_free, note, positive, stdout_to_stderr
 from trainformer.cli.trained import add_batch_size_argument, add_run_arguments, load_trained
 from trainformer.core.optional import require
-from trainformer.run import run_of
 from trainformer.run.predictions import FORMATS, SUFFIXES, WRITERS, Columns, write_file
 
 
@@ -52,17 +51,16 @@ def _run(args: argparse.Namespace) -> None:
     printed = sys.stdout
     with stdout_to_stderr():
         trained = load_trained(args)
-        run = run_of(trained.trainer)
-        if not hasattr(trained.trainer.task, "predict_records"):
-            batches = run.predicted_columns(args.data)
+        if trained.predicts_records:
+            batches = trained.predicted_columns(args.data, max_new_tokens=args.max_new_tokens)
+            batches = track_rows(batches, None, trained.is_main)
         else:
-            batches = run.predicted_columns(args.data, max_new_tokens=args.max_new_tokens)
-            batches = track_rows(batches, None, run.process_group.is_main)
+            batches = trained.predicted_columns(args.data)
         if args.out is None:
-            run.consume_on_main(batches, lambda found: WRITERS[args.format](found, printed))
+            trained.consume_on_main(batches, lambda found: WRITERS[args.format](found, printed))
             return
-        count = run.consume_on_main(batches, lambda found: write_file(found, args.out, args.format))
-        if run.process_group.is_main:
+        count = trained.consume_on_main(batches, lambda found: write_file(found, args.out, args.format))
+        if trained.is_main:
             note(f"wrote {count} predictions of {trained.weights} to {args.out}")
 
 

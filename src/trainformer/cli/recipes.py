@@ -11,14 +11,12 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from trainformer.cli import jax_recipes
 from trainformer.config import Call, Config, build_from_cfg, load_config
 from trainformer.config.nodes import as_call, everything_in, hide_secrets
 from trainformer.core.errors import BadArgument, DataError
-
-if TYPE_CHECKING:
-    from trainformer.trainer import Trainer
 
 logger = logging.getLogger("trainformer")
 
@@ -28,8 +26,8 @@ _TRAINERS = ("trainformer:Trainer", "trainformer.Trainer", "trainformer.trainer:
 _WRITABLE = (str, int, float, bool, bytes, datetime.date, PurePath, Mapping, list, tuple, type(None))
 
 
-def keep(trainer: Trainer, config: Config, key: str = "trainer") -> None:
-    """Write the recipe when the run starts. `key` is where the config describes the trainer."""
+def keep(trainer: Any, config: Config, key: str = "trainer") -> None:
+    """Write the recipe when the run starts. `key` is where the config describes the trainer, of torch or of JAX."""
     recipe = config
     if key != "trainer":
         recipe = {**{name: value for name, value in config.items() if name != key}, "trainer": config[key]}  # type: ignore[assignment]
@@ -46,8 +44,8 @@ def trainer_of(
     trust: Sequence[str] = (),
     changes: Mapping[str, Any] | None = None,
     variables: Mapping[str, Any] | None = None,
-) -> Trainer:
-    """The trainer of a run, rebuilt from its recipe in the run's folder.
+) -> Any:
+    """The trainer of a run, of torch or of JAX, rebuilt from its recipe in the run's folder.
 
     `changes` override settings of the recipe. `variables` are its secrets, which the file does not contain.
 
@@ -68,7 +66,8 @@ def trainer_of(
             f"Expected {file} to have a key trainer, received {', '.join(map(str, recipe)) or 'nothing'}."
         )
     try:
-        return build(recipe["trainer"], trust=trust, changes={"run_dir": str(folder), **(changes or {})})
+        make = jax_recipes.build if jax_recipes.arguments_of(recipe["trainer"]) is not None else build
+        return make(recipe["trainer"], trust=trust, changes={"run_dir": str(folder), **(changes or {})})
     except (BadArgument, DataError) as error:
         if folder.absolute().parent == Path(RUNS).absolute():
             raise
@@ -137,7 +136,7 @@ class _RecipeWriter:
     def __init__(self, text: str) -> None:
         self.text = text
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: Any) -> None:
         from trainformer.utils.files import write_atomically
 
         if trainer.run_folder is not None and trainer.is_main:

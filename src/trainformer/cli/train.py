@@ -9,12 +9,12 @@ import argparse
 import contextlib
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainformer.cli import options, recipes
+from trainformer.cli import jax_recipes, options, recipes
 from trainformer.cli.app import Command
 from trainformer.cli.consent import add_trust_argument
 from trainformer.cli.output import (
@@ -30,17 +30,23 @@ from trainformer.config import load_config
 from trainformer.config.nodes import everything_in
 from trainformer.config.trust import import_named
 from trainformer.core.errors import BadArgument, did_you_mean, expected
+from trainformer.jax.tasks import ADAPTERS, TASKS
 
 if TYPE_CHECKING:
     from trainformer.live.runs import RunInfo
 
+# Settings that say where the run is or where it starts, also by their names on JAX.
+_OF_THE_RUN = (
+    *("run_dir", "name", "save_dir", "resume", "load_components"),
+    *("output_dir", "save_directory", "model_name", "run_name", "resume_from_checkpoint"),
+)
 _IMPLIED_BY_RESUME = ("max_steps", "resume", "load_components")
 
 
-def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_train_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> None:
     dry_run = "print the config that these options describe, and exit"
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
-    options.add_arguments(parser)
+    options.add_arguments(parser, words)
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -51,7 +57,7 @@ def _train(args: argparse.Namespace) -> None:
     _approve_functions(args.config["trainer"])
     trainer = recipes.build(args.config["trainer"], trust=args.trust)
     recipes.keep(trainer, args.config)
-    trainer.fit()
+    (trainer.train if args.backend == "jax" else trainer.fit)()
 
 
 def _approve_functions(part: Any) -> None:
@@ -64,9 +70,9 @@ def _approve_functions(part: Any) -> None:
                 import_named(module_of(value), value)
 
 
-def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_check_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    options.add_arguments(parser)
+    options.add_arguments(parser, words)
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -116,7 +122,7 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
     from trainformer.config.loading import parse_assignment
 
     changes = dict(parse_assignment(text, "a setting such as --set batch_size=64") for text in args.settings)
-    for name in ("run_dir", "name", "save_dir", "resume", "load_components"):
+    for name in _OF_THE_RUN:
         if name in changes:
             do = "A run is resumed in its folder, from its newest checkpoint."
             raise BadArgument(expected("a setting that a resumed run can change", name, do))
@@ -128,6 +134,15 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _continue(info: RunInfo, trust: list[str], changes: dict[str, Any], variables: dict[str, Any]) -> None:
+    file = info.path / recipes.FILE
+    recipe = load_config(file, trust=trust, variables=variables) if file.is_file() else None
+    if recipe is not None and jax_recipes.arguments_of(recipe.get("trainer")) is not None:
+        settings = {**changes, **_start(info, changes)}
+        trainer = recipes.trainer_of(str(info.path), trust=trust, changes=settings, variables=variables)
+        if changes:
+            recipes.keep(trainer, jax_recipes.changed(recipe, changes))
+        trainer.train()
+        return
     from trainformer.run import RunSettings
 
     written, defaults = recipes.settings_in(info.path, trust, variables), RunSettings.defaults()
@@ -182,6 +197,7 @@ def _tasks(args: argparse.Namespace) -> None:
     else:
         for kind, found in lists.items():
             print_table({kind: "left", "": "fold"}, found.items())
+        print(f"On JAX (`--backend=jax`) there is {', '.join(TASKS)}, with the adapter {', '.join(ADAPTERS)}.")
         print("`trainformer tasks NAME` shows the fields of one; timm's optimizers can be named too.")
 
 
@@ -199,7 +215,8 @@ def _print_entry(name: str, lists: dict[str, dict[str, str]], as_json: bool) -> 
         component = find_component(kind[:-1], name)
         summary, fields = summary or first_sentence(component.call), component.fields
     if as_json:
-        print_json({"name": name, "kind": kind, "summary": summary, "fields": fields})
+        backends = {"backends": ["torch", *(["jax"] if name in TASKS else [])]} if kind == "tasks" else {}
+        print_json({"name": name, "kind": kind, "summary": summary, "fields": fields, **backends})
         return
     print(f"{name}: {summary}")
     rows = [(field["name"], field["annotation"], field["default"] or "required", field["about"]) for field in fields]
@@ -207,11 +224,13 @@ def _print_entry(name: str, lists: dict[str, dict[str, str]], as_json: bool) -> 
         print_table({"field": "left", "type": "fold", "default": "fold", "": "fold"}, rows)
     if kind == "tasks":
         print(f"On the command line: `trainformer train --task={name} --help`.")
+        if name in TASKS:
+            print(f"On JAX: `trainformer train --backend=jax --task={name} --help`.")
 
 
 COMMANDS = {
-    "train": Command(_add_train_arguments, _train, options.parse),
-    "check": Command(_add_check_arguments, _check, options.parse),
+    "train": Command(_add_train_arguments, _train, options.parse, reads_words=True),
+    "check": Command(_add_check_arguments, _check, options.parse, reads_words=True),
     "resume": Command(_add_resume_arguments, _resume),
     "tasks": Command(_add_tasks_arguments, _tasks),
 }

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainformer.cli.app import Command
 from trainformer.cli.consent import add_trust_argument
@@ -34,10 +34,10 @@ from trainformer.core.errors import BadArgument, DataError, expected
 if TYPE_CHECKING:
     from trainformer import Trainer
     from trainformer.checkpointing import Checkpoint
-    from trainformer.inference import Predictor
 
 # Written out here so that --help imports no torch; tests compare both with the real ones.
 EXPORT_FORMATS = {"pytorch": ".pt", "onnx": ".onnx", "torchscript": ".pt", "torch.export": ".pt2"}
+JAX_FORMATS = ("huggingface", "safetensors")
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
 QUANTIZATION_RECIPES = (
     "int8-dynamic-act-int4-weight",
@@ -52,11 +52,12 @@ QUANTIZATION_RECIPES = (
 
 @dataclass(frozen=True)
 class Trained:
-    """A trainer with the weights of a checkpoint."""
+    """A trainer with the weights of a checkpoint, and what the commands do with it; `trained_jax` has that of JAX."""
 
-    trainer: Trainer
+    trainer: Any
     run: Path | str  # or a folder that `finalize` made; a string is the name of a model of the hub
     checkpoint: Checkpoint | None
+    on_jax: ClassVar[bool] = False
 
     @property
     def weights(self) -> Path | str:
@@ -64,11 +65,72 @@ class Trained:
         return self.run if self.checkpoint is None else self.checkpoint.path
 
     @property
-    def predictor(self) -> Predictor:
+    def predictor(self) -> Any:
         """The same for raw inputs."""
         from trainformer.inference.loading import make_predictor
 
         return make_predictor(self.trainer, self.run)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints and writes."""
+        return bool(self.trainer.is_main)
+
+    @property
+    def trained_task(self) -> str:
+        """What was trained, by the name of its class."""
+        return type(self.trainer.task).__name__
+
+    @property
+    def description(self) -> str:
+        """What was trained, and where it runs."""
+        first = next(self.predictor.model.parameters())
+        return f"{self.trained_task} on {first.device}, {str(first.dtype)[6:]}"
+
+    @property
+    def generates(self) -> bool:
+        """Whether it is a causal language model."""
+        return hasattr(self.trainer.task, "generate_texts")
+
+    @property
+    def predicts_records(self) -> bool:
+        """Whether predictions are generated texts."""
+        return hasattr(self.trainer.task, "predict_records")
+
+    def evaluate(self, data: Any = None) -> dict[str, float]:
+        """Metrics on the validation data of the run, or on other data."""
+        if data is None and self.trainer.val_dataloader is None:
+            raise DataError(f"{self.run} was trained without validation data. Name some: --data DATA.")
+        metrics: dict[str, float] = self.trainer.evaluate(data)
+        return metrics
+
+    def export(self, out: Path, args: argparse.Namespace) -> tuple[str, str]:
+        """Write the model; its path and its format."""
+        form = args.format or format_of(out)
+        if form in JAX_FORMATS:
+            known = ", ".join(EXPORT_FORMATS)
+            do = f"A run on torch is exported as {known}; `trainformer finalize` writes a folder for transformers."
+            raise BadArgument(expected("a run on JAX to export in this format", str(self.run), do))
+        suffix = EXPORT_FORMATS[form]
+        out = out if out.suffix == suffix else out.with_name(out.name + suffix)
+        check_free(out, args.force)
+        return self.trainer.export(out, form, args.input_shape, preprocess=args.preprocess), form
+
+    def predicted_columns(self, data: Any, **options: Any) -> Any:
+        """Predictions as columns, a batch at a time."""
+        from trainformer.run import run_of
+
+        return run_of(self.trainer).predicted_columns(data, **options)
+
+    def consume_on_main(self, batches: Any, write: Callable[[Any], int]) -> Any:
+        """Write predictions in one process; the others compute their part."""
+        from trainformer.run import run_of
+
+        return run_of(self.trainer).consume_on_main(batches, write)
+
+    def load_prompts(self, file: str) -> Any:
+        """The records of a file of prompts."""
+        return self.trainer.task.load_prompts(file)
 
     @property
     def source(self) -> dict[str, Any]:
@@ -118,18 +180,25 @@ def load_text_model(args: argparse.Namespace) -> Trained:
         if "/" not in args.run and not os.path.exists(args.run):
             error.add_note(f"A model of the hub is hf:{args.run}.")
         raise
-    if not hasattr(trained.trainer.task, "generate_texts"):
+    if not trained.generates:
         do = "Use `trainformer predict`."
-        raise BadArgument(expected("a causal language model", type(trained.trainer.task).__name__, do))
+        raise BadArgument(expected("a causal language model", trained.trained_task, do))
     return trained
 
 
-def load_trained(args: argparse.Namespace, validates: bool = False) -> Trained:
+def load_trained(args: argparse.Namespace, validates: bool = False, data: Any = None) -> Trained:
     """The trainer that `args` name, with the weights of the checkpoint and everything else that affects its results.
 
     The training data are not needed, as far as the checkpoint has a record of them. With `validates`, the validation
-    data of the run are.
+    data of the run are. `data` are others to evaluate on, which a run on JAX has to know now.
     """
+    from trainformer.inference.opening import is_jax_run
+
+    if is_jax_run(_place_of(args.run)):
+        from trainformer.cli.trained_jax import load_jax
+
+        run, checkpoint = find_checkpoint(args.run, args.which, getattr(args, "checkpoint", None))
+        return load_jax(args, run, checkpoint, validates, data)
     from trainformer.distributed.process_group import Launch
     from trainformer.inference.loading import open_folder
     from trainformer.inference.sources import is_adapter_folder, is_finalized
@@ -189,6 +258,13 @@ def _rebuilt(args: argparse.Namespace, run: Path, record: Any, validates: bool, 
     except DataError as error:  # on another machine, perhaps
         do = "Name other data: --data DATA." if validates else "The data of the run are needed too."
         raise DataError(f"{error} {do}") from error
+
+
+def _place_of(name: str) -> Path:
+    """The path of a run: a folder, or a name under ``runs/``."""
+    from trainformer.live.runs import RUNS
+
+    return RUNS / name if (RUNS / name).exists() else Path(name)
 
 
 def _find_model(name: str) -> Path | str:
@@ -259,12 +335,10 @@ def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _evaluate(args: argparse.Namespace) -> None:
     with stdout_to_stderr():
-        trained = load_trained(args, validates=args.data is None)
-        if args.data is None and trained.trainer.val_dataloader is None:
-            raise DataError(f"{trained.run} was trained without validation data. Name some: --data DATA.")
         data = None if args.data is None else named_data(args.data, "--data")
-        metrics = trained.trainer.evaluate(data)
-    if not trained.trainer.is_main:
+        trained = load_trained(args, validates=args.data is None, data=data)
+        metrics = trained.evaluate(data)
+    if not trained.is_main:
         return
     shown = "its validation data" if args.data is None else ", ".join(args.data)
     lines = [f"{trained.weights} on {shown}", *lines_of(metrics)]
@@ -276,9 +350,13 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
-    parser.add_argument("out", metavar="OUT", type=Path, help="the file to write; a missing suffix is added")
-    formats = "by default the format of OUT's suffix, else pytorch (the weights alone)"
-    parser.add_argument("--format", choices=EXPORT_FORMATS, help=formats)
+    out = "the file to write; a missing suffix is added. Of a run on JAX, the folder to make, or a .safetensors file"
+    parser.add_argument("out", metavar="OUT", type=Path, help=out)
+    formats = (
+        "by default the format of OUT's suffix, else pytorch (the weights alone); of a run on JAX huggingface (a "
+        "folder) or safetensors (the weights alone)"
+    )
+    parser.add_argument("--format", choices=(*EXPORT_FORMATS, *JAX_FORMATS), help=formats)
     shape = "of one sample, without the batch, such as 3,224,224; by default the shape of the data"
     parser.add_argument("--input-shape", metavar="SIZES", type=_shape, help=shape)
     preprocess = "put the preprocessing in the graph: uint8 images of any size in, probabilities out"
@@ -300,14 +378,10 @@ def format_of(path: Path) -> str:
 
 
 def _export(args: argparse.Namespace) -> None:
-    form = args.format or format_of(args.out)
-    suffix = EXPORT_FORMATS[form]
-    out = args.out if args.out.suffix == suffix else args.out.with_name(args.out.name + suffix)
-    check_free(out, args.force)
     with stdout_to_stderr():
         trained = load_trained(args)
-        path = trained.trainer.export(out, form, args.input_shape, preprocess=args.preprocess)
-    if not trained.trainer.is_main:
+        path, form = trained.export(args.out, args)
+    if not trained.is_main:
         return
     text = f"{trained.weights} was exported as {form} to {path}"
     print_result(args, {**trained.source, "path": path, "format": form}, text)

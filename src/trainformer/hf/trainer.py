@@ -41,9 +41,10 @@ from trainformer.hf.run import HfHandle, HfRun, LogRelay, native_name
 from trainformer.hf.search import SearchMixin
 from trainformer.hf.settings import front_options, planned_steps, settings_of
 from trainformer.hf.task import ModelTask, align_special_tokens
+from trainformer.run.check_report import CheckReport
 from trainformer.run.fit import fit
 from trainformer.run.torch.data import is_loader
-from trainformer.run.torch.preflight import CheckReport, check_run
+from trainformer.run.torch.preflight import check_run
 from trainformer.utils.helpers import seed_everything
 
 logger = logging.getLogger("trainformer")

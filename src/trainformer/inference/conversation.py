@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.data.order import sample_key
-from trainformer.data.text.generation import check_template
-from trainformer.inference.text import TextPredictor
-from trainformer.tasks.language.generation import SAMPLING, Generated
-from trainformer.tasks.language.rollouts.sampling import SamplingOptions
+from trainformer.data.text.generation import Generated, check_template
+from trainformer.models.generation import SAMPLING, SamplingOptions
+
+if TYPE_CHECKING:
+    from trainformer.inference.jax_models import JaxTextPredictor
+    from trainformer.inference.text import TextPredictor
 
 
 class Conversation:
@@ -26,7 +28,13 @@ class Conversation:
     """
 
     def __init__(
-        self, model: TextPredictor, system: str | None = None, *, template: bool = True, seed: int = 0, **options: Any
+        self,
+        model: TextPredictor | JaxTextPredictor,
+        system: str | None = None,
+        *,
+        template: bool = True,
+        seed: int = 0,
+        **options: Any,
     ) -> None:
         if template:
             check_template(model.tokenizer)

@@ -1,4 +1,4 @@
-"""`load`: from a folder to a predictor. Nothing in the folder is executed.
+"""From a folder of torch to a predictor. Nothing in the folder is executed; see `opening` for `load`.
 
 Tasks are built from the values in ``task.json`` by classes that are installed, weights are safetensors, and exported
 models are ONNX.
@@ -16,16 +16,16 @@ from trainformer.adapters.state import load_adapter
 from trainformer.backends.torch.quantize import recipe_named
 from trainformer.checkpointing import Checkpoint
 from trainformer.checkpointing.checkpointer import load_components
+from trainformer.checkpointing.tools.choosing import choose_checkpoint, choose_ema
 from trainformer.checkpointing.tools.deployable import quiet
-from trainformer.checkpointing.tools.finalizing import choose_checkpoint, choose_ema
 from trainformer.checkpointing.tools.listing import is_checkpoint
-from trainformer.checkpointing.tools.states import STATE, States
-from trainformer.core.errors import BadArgument, DataError, check_count, expected
+from trainformer.checkpointing.tools.states import States
+from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.order import preserved_generators
 from trainformer.inference.onnx import OnnxPredictor
 from trainformer.inference.predictor import Predictor
 from trainformer.inference.quantizing import quantize_model
-from trainformer.inference.sources import find_model, guess_record, is_adapter_folder, is_finalized
+from trainformer.inference.sources import guess_record, is_adapter_folder, is_finalized
 from trainformer.inference.text import TextPredictor
 from trainformer.run import run_of
 from trainformer.run.torch.exporting import FILE as PREPROCESSING
@@ -46,44 +46,15 @@ _SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def load(
-    path: str | Path,
-    *,
-    task: Any = None,
-    base: str | Path | None = None,
-    which: str = "last",
-    ema: bool | str | None = None,
-    device: Any = None,
-    precision: str | None = None,
-    batch_size: int | None = None,
-    dtype: str | None = None,
-    quantize: str | None = None,
-) -> Predictor | OnnxPredictor:
-    """Open a trained model to predict with: a run, a checkpoint, a finalized folder, or an exported ONNX model.
-
-    A folder of transformers or of an adapter of peft works too, and a model of the hub: ``"hf:name"``, or
-    ``"owner/name"`` if there is no such path. The model predicts from raw images or texts what `Trainer.predict`
-    predicts, without the training data; a causal language model (`TextPredictor`) also chats and streams.
-
-    `which` chooses the ``"last"`` checkpoint of a run or the ``"best"``; `ema` is as in `checkpoint.finalize`. `base`
-    is the model that an adapter belongs to, if the run does not say it. `precision` is that of the run by default. For
-    language models, `dtype` is that of the weights (fp32, bf16, fp16), and `quantize` a recipe of `finalize`, applied
-    in memory. A task of your own, or one with a module of your own, cannot be built from a file: pass it as `task`,
-    new and untrained. Nothing in the folder is executed.
-    """
-    place = find_model(path)
-    if batch_size is not None:
-        check_count("batch_size", batch_size)
+def load_torch(place: Path | str, device: Any, batch_size: int | None, **given: Any) -> Predictor | OnnxPredictor:
+    """`load` of what is no run on JAX: a run on torch, a model of transformers, or an exported one."""
     if isinstance(place, Path) and (exported := _exported(place)) is not None:
-        given = {
-            "task": task, "base": base, "ema": ema, "precision": precision, "dtype": dtype, "quantize": quantize,
-        }  # fmt: skip
+        given.pop("which")
         if unused := [name for name, value in given.items() if value is not None]:
             raise BadArgument(expected("device and batch_size alone for an exported model", ", ".join(unused)))
         return OnnxPredictor(exported, device, batch_size)
-    own = {"device": device, "precision": precision, "eval_batch_size": batch_size}
-    settings = {name: value for name, value in own.items() if value is not None}
-    return open_folder(place, task, base, which, ema, settings, dtype, quantize)
+    own = {"device": device, "precision": given.pop("precision"), "eval_batch_size": batch_size}
+    return open_folder(place, settings={name: value for name, value in own.items() if value is not None}, **given)
 
 
 def open_folder(
@@ -106,7 +77,6 @@ def open_folder(
     else:
         checkpoint = choose_checkpoint(place, which)[0]
         folder = checkpoint.path
-        _refuse_jax(checkpoint)
     record = (None if isinstance(folder, str) else TaskRecord.read(folder)) or guess_record(folder, task, base)
     if task is None:
         task = record.build(**_changes(record, folder, base), **_dtype_change(record, dtype))
@@ -148,14 +118,6 @@ def _dtype_change(record: TaskRecord, dtype: str | None) -> dict[str, Any]:
     if "dtype" not in {*record.arguments, *record.opaque}:
         raise BadArgument(expected("a language model to choose the dtype of", record.task, "Leave dtype out."))
     return {"dtype": dtype}
-
-
-def _refuse_jax(checkpoint: Checkpoint) -> None:
-    if STATE in checkpoint.manifest.components:
-        raise BadArgument(
-            f"Expected a checkpoint of a torch model, received {checkpoint.path}, which a run on JAX wrote. Its "
-            "trainer writes a folder that opens here: trainer.save_pretrained(folder)."
-        )
 
 
 def load_weights(trainer: Trainer, checkpoint: Checkpoint, ema: bool | str | None = None) -> None:

@@ -16,6 +16,7 @@ _lazy, __dir__, __all__ = lazy_exports(
         "trainformer.jax.arguments": ["TrainingArguments"],
         "trainformer.jax.base_trainer": ["BaseTrainer"],
         "trainformer.jax.trainer": ["Trainer"],
+        "trainformer.jax.tasks": ["make_trainer"],
         "trainformer.jax.easydel": ["AutoEasyDeLModelForCausalLM", "EasyDeLOptimizers", "EasyDeLSchedulers"],
         "trainformer.jax.trainer_protocol": [
             "BaseTrainerProtocol",

@@ -7,7 +7,7 @@ those of every other entry point; mesh, steps and optimizers are in `backends.ja
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from trainformer.backends.jax.step import make_eval_step, make_train_step, resol
 from trainformer.backends.jax.step_metrics import pack_metrics
 from trainformer.callbacks.base import CallbackList
 from trainformer.callbacks.progress import ProgressBar
+from trainformer.checkpointing.tools.jax_models import TrainerRecord
 from trainformer.core.errors import BadArgument, expected
 from trainformer.data.mixture.mixture import Mixture
 from trainformer.data.numpy_loader import numpy_source
@@ -34,6 +35,7 @@ from trainformer.jax.aliases import refuse_unknown_keywords, settings_passed
 from trainformer.jax.api import JaxTrainerApi
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.limits import FirstBatches
+from trainformer.jax.recorded import NoTrainingData
 from trainformer.jax.saving import save_trainer, write_weights
 from trainformer.jax.serialization import FILE_NAME
 from trainformer.jax.trainer_protocol import (
@@ -61,7 +63,9 @@ from trainformer.jax.validation import (
     warn_unused_optimizer_arguments,
 )
 from trainformer.models.jax.fp8 import check_fp8_device
+from trainformer.run.check_report import CheckReport
 from trainformer.run.fit import fit
+from trainformer.run.jax.preflight import check_run
 from trainformer.run.jax.run import JaxRun, JaxSettings
 from trainformer.utils.console import PipeConsole
 
@@ -293,8 +297,8 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
         collate = stacked(self._collate())
 
         def source(dataset: Any, train: bool) -> Any:
-            if dataset is None:
-                return None
+            if dataset is None or isinstance(dataset, NoTrainingData):
+                return dataset
             return numpy_source(
                 prepared(self, dataset, train),
                 sizes.total if train else sizes.evaluation,
@@ -466,6 +470,10 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
         fit(run)
         return self.model_state
 
+    def check(self, raise_on_failure: bool = True) -> CheckReport:
+        """Check in seconds whether this run will work; state, random numbers and position are left unchanged."""
+        return check_run(self._run, raise_on_failure)
+
     def eval(self, state: Any = None) -> dict[str, float]:
         """Evaluate a state on the evaluation data. Returns metrics named ``eval_...``.
 
@@ -500,10 +508,37 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
         """Write the weights with the model's own `save_pretrained`, or by parameter path. Returns the file names."""
         return write_weights(folder, state)
 
+    def save_tokenizer(self, folder: Path) -> list[str]:
+        """Write the tokenizer of a language model. Returns the file names."""
+        return []
+
     def save_assets(self, folder: Path) -> list[str]:
         """Write the files that belong next to the state of a checkpoint. Returns their names."""
         self.arguments.save(folder / FILE_NAME)
-        return [FILE_NAME]
+        return [FILE_NAME, TrainerRecord.of(self).write(folder)]
+
+    # -- to be built again from a checkpoint; see `recorded` -----------------------------------------------------------
+
+    def recorded_options(self) -> dict[str, Any]:
+        """Arguments of the constructor that a checkpoint records, besides arguments, model, data and callbacks."""
+        return {} if self.data_collator is None else {"data_collator": self.data_collator}
+
+    def learned(self) -> dict[str, Any]:
+        """What the trainer learned from the training data, as JSON values."""
+        return {}
+
+    def use_learned(self, record: TrainerRecord) -> None:
+        """Take up what `learned` returned when the checkpoint was written."""
+
+    @classmethod
+    def options_to_evaluate(cls, record: TrainerRecord, arguments: TrainingArguments) -> dict[str, Any]:
+        """Further arguments of the constructor that evaluating a checkpoint needs."""
+        return {}
+
+    def predicted_columns(self, data: Any, batch_size: int | None = None, **options: Any) -> Iterator[dict[str, Any]]:
+        """Predictions for data, a batch at a time: columns with one item per sample, with its `index` and `id`."""
+        do = "Trainers of image classifiers and of language models do; call the model of this one yourself."
+        raise BadArgument(expected("a trainer that predicts", type(self).__name__, do))
 
     @property
     def model(self) -> Any:

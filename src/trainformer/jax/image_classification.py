@@ -1,14 +1,15 @@
 """Image classification on JAX: Vision Transformer, ResNet, ConvNeXt, or any flax classifier.
 
-Accepts images and labels in many forms and normalises images on the device. Image files must be read by the caller. The
-models themselves are in `models.jax`.
+Accepts images and labels in many forms and normalises images on the device. Files are read by `image_files`. The models
+themselves are in `models.jax`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import numpy as np
 from flax import nnx
 
 from trainformer.backends.jax.step import VALID
-from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.checkpointing.tools.jax_models import TrainerRecord
+from trainformer.core.errors import BadArgument, DataError, check_count, expected
 from trainformer.core.types import Loss
 from trainformer.data.builtin import builtin_arrays
 from trainformer.data.dataset import ArrayDataset, IndexedDataset
@@ -26,6 +28,7 @@ from trainformer.data.labels import is_stream, labels_of
 from trainformer.data.numpy_loader import as_data
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
+from trainformer.jax.image_files import ImageFiles, load_images
 from trainformer.losses.jax import IGNORE_INDEX, row_sums
 from trainformer.models.jax.block import Model
 from trainformer.models.jax.convnext import ConvNextConfig
@@ -46,8 +49,9 @@ class ImageClassificationTrainer(BaseTrainer):
     ``(rows, height, width, channels)`` to logits, a function that builds one, or None for a small ViT.
 
     Datasets are ``{"image": ..., "label": ...}`` of arrays, a tuple of both, a list or dataset of such samples, or the
-    name of a built-in sample such as ``"digits"``. Integer images are scaled to 0..1 and normalised by `mean` and
-    `std` on the device; floating-point images are used as they are.
+    name of a built-in sample such as ``"digits"``, an ``.npz`` file of such arrays, or a folder of images with a folder
+    for each class, whose images are resized to `image_size`. Integer images are scaled to 0..1 and normalised by `mean`
+    and `std` on the device; floating-point images are used as they are.
     """
 
     masks_padding = True
@@ -61,6 +65,7 @@ class ImageClassificationTrainer(BaseTrainer):
         label_smoothing: float = 0.0,
         mean: float | Sequence[float] = 0.5,
         std: float | Sequence[float] = 0.5,
+        image_size: int | None = None,
         **options: Any,
     ) -> None:
         if isinstance(label_smoothing, bool) or not 0 <= label_smoothing < 1:
@@ -69,7 +74,11 @@ class ImageClassificationTrainer(BaseTrainer):
             raise BadArgument(expected("std to be positive", std))
         if num_classes is not None and (not isinstance(num_classes, int) or num_classes < 2):
             raise BadArgument(expected("num_classes to be an integer of at least 2", num_classes))
+        if image_size is not None:
+            check_count("image_size", image_size)
         self.num_classes = num_classes
+        self.image_size = image_size
+        self.class_names: list[str] | None = None
         self.label_smoothing = label_smoothing
         self.mean, self.std = np.asarray(mean, np.float32), np.asarray(std, np.float32)
         self._image_shape: tuple[int, ...] = ()
@@ -77,10 +86,15 @@ class ImageClassificationTrainer(BaseTrainer):
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         """Samples with an image and a label. Infers the number of classes."""
-        data = _image_dataset(dataset)
+        data = _image_dataset(dataset, self._file_shape)
         if is_stream(data):
             do = "Pass arrays or a list of samples."
             raise DataError(expected("a dataset with a length", type(data).__name__, do))
+        names = getattr(data, "class_names", None)
+        if train:
+            self.class_names = names
+        elif names is not None and self.class_names is not None and names != self.class_names:
+            raise DataError(expected(f"the classes of the training data ({', '.join(self.class_names)})", names))
         # From the dataset's metadata, or by reading all samples.
         known = labels_of(data.samples if isinstance(data, _ImageSamples) else data)
         labels = np.asarray([data[i]["label"] for i in range(len(data))] if known is None else known)
@@ -94,6 +108,12 @@ class ImageClassificationTrainer(BaseTrainer):
             wrong = int(labels.min() if labels.min() < 0 else labels.max())
             raise DataError(expected(f"labels from 0 to {self.num_classes - 1}", wrong, "Pass num_classes."))
         return data
+
+    @property
+    def _file_shape(self) -> tuple[int, ...] | None:
+        """Height, width and channels of images that are read from files, as far as they are known."""
+        size = None if self.image_size is None else (self.image_size, self.image_size)
+        return self._image_shape or size
 
     def load_model(self, model: Any) -> Any:
         classes = self.num_classes
@@ -149,7 +169,42 @@ class ImageClassificationTrainer(BaseTrainer):
     def predict(self, images: Any) -> np.ndarray:
         """Class probabilities (rows, classes) of a batch of images."""
         with self.eval_mode():
-            return np.asarray(jax.jit(self._predict)(self.model_state, jnp.asarray(images)))
+            return np.asarray(self._compiled(self.model_state, jnp.asarray(images)))
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return jax.jit(self._predict)
+
+    def predicted_columns(self, data: Any, batch_size: int | None = None, **options: Any) -> Iterator[dict[str, Any]]:
+        """The `prediction`, its `probability` and all `probabilities` of images, with the name of the `class` if known.
+
+        `data` is what the trainer is trained on, with or without labels: also a folder of images, or one image.
+        """
+        if options:
+            raise BadArgument(expected(f"no options for {type(self).__name__}", ", ".join(options)))
+        samples = _unlabelled(data, self._file_shape)
+        ids, rows = getattr(samples, "ids", None) or range(len(samples)), batch_size or self.evaluation_batch_size
+        check_count("batch_size", rows)
+        for first in range(0, len(samples), rows):
+            index = list(range(first, min(first + rows, len(samples))))
+            images = np.stack([np.asarray(samples[place]) for place in index])
+            padding = np.repeat(images[-1:], rows - len(images), axis=0)  # one shape: nothing is compiled again
+            found = self.predict(np.concatenate([images, padding]))[: len(index)]
+            chosen = found.argmax(-1)
+            names = {} if self.class_names is None else {"class": [self.class_names[number] for number in chosen]}
+            columns = {"prediction": chosen, "probability": found.max(-1), "probabilities": found}
+            yield {"index": index, "id": [ids[place] for place in index], **names, **columns}
+
+    def recorded_options(self) -> dict[str, Any]:
+        numbers = {"mean": self.mean.tolist(), "std": self.std.tolist(), "label_smoothing": self.label_smoothing}
+        return {**super().recorded_options(), **numbers, "num_classes": self.num_classes, "image_size": self.image_size}
+
+    def learned(self) -> dict[str, Any]:
+        return {"image_shape": list(self._image_shape), "class_names": self.class_names}
+
+    def use_learned(self, record: TrainerRecord) -> None:
+        self._image_shape = tuple(record.learned["image_shape"])
+        self.class_names = record.learned["class_names"]
 
     def _predict(self, state: Any, images: jax.Array) -> jax.Array:
         model: Any = state.model
@@ -177,18 +232,55 @@ class ImageClassificationTrainer(BaseTrainer):
         return files
 
 
-def _image_dataset(data: Any) -> Any:
-    """Samples with an `image` and a `label`, whatever the columns are called in the data."""
-    if isinstance(data, (str, Path)):
-        if Path(data).exists():
-            do = "Read the files into arrays: {'image': (N, height, width, channels), 'label': (N,)}."
-            raise BadArgument(expected("arrays, samples, or the name of a built-in sample", str(data), do))
-        return builtin_arrays(str(data))
+def _image_dataset(data: Any, shape: tuple[int, ...] | None = None) -> Any:
+    """Samples with an `image` and a `label`, whatever the columns are called in the data.
+
+    Images of files are resized to `shape`.
+    """
+    data = _opened(data, shape, labelled=True)
+    if isinstance(data, ImageFiles):
+        return data
     data = as_data(data)
     if not isinstance(data, ArrayDataset) or not isinstance(data.arrays, (Mapping, tuple)):
         return data if is_stream(data) else _ImageSamples(data)
     images, labels = _image_and_label(data.arrays)
     return ArrayDataset({"image": images, "label": labels})
+
+
+def _opened(data: Any, shape: tuple[int, ...] | None, labelled: bool) -> Any:
+    """What a path or the name of a built-in sample stands for; other data as they are."""
+    if not isinstance(data, (str, Path)):
+        return data
+    return load_images(Path(data), shape, labelled) if Path(data).exists() else builtin_arrays(str(data))
+
+
+def _unlabelled(data: Any, shape: tuple[int, ...] | None) -> Any:
+    """Images with an index, of data with or without labels."""
+    data = _opened(data, shape, labelled=False)
+    data = data if isinstance(data, np.ndarray) else as_data(data)
+    if is_stream(data):
+        raise DataError(expected("images with a length", type(data).__name__, "Pass arrays or a list of samples."))
+    return _Images(data)
+
+
+class _Images(IndexedDataset):
+    """The images of any dataset."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+        self.ids = getattr(samples, "ids", None)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        sample = self.samples[index]
+        if isinstance(sample, Mapping):
+            found = next((sample[name] for name in IMAGES if name in sample), None)
+            if found is None:
+                raise DataError(expected("samples with an 'image'", list(sample)))
+            return np.asarray(found)
+        return np.asarray(sample[0] if isinstance(sample, (tuple, list)) else sample)
 
 
 class _ImageSamples(IndexedDataset):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,11 +89,41 @@ def write_weights(folder: Path, state: Any) -> list[str]:
         if hasattr(model, "save_pretrained"):
             model.save_pretrained(folder)
         else:
-            leaves = jax.tree_util.tree_leaves_with_path(getattr(state, "params", state))
-            arrays = {
-                jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
-                for path, leaf in leaves
-                if hasattr(leaf, "dtype") and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            }
-            save_file(arrays, folder / "model.safetensors")
+            save_file(arrays_by_path(state), folder / "model.safetensors")
     return written
+
+
+def arrays_by_path(state: Any) -> dict[str, np.ndarray]:
+    """The parameters of a state by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(getattr(state, "params", state))
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+        for path, leaf in leaves
+        if hasattr(leaf, "dtype") and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    }
+
+
+def export_trainer(trainer: BaseTrainer, path: Path) -> str:
+    """Write the model of a trainer, without the state of its training; returns the path.
+
+    A ``.safetensors`` file gets the weights by parameter path. Any other path is a folder: the weights in the format of
+    HuggingFace (of LoRA, the adapter in that of peft), and the tokenizer.
+    """
+    path, state = path.absolute(), gather_to_host(trainer.model_state)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if path.suffix == ".safetensors":
+            save_file(arrays_by_path(state), draft)
+        else:
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise BadArgument(expected("a folder to make, which is empty or not there", str(path)))
+            draft.mkdir()
+            trainer.save_weights(draft, state)
+            trainer.save_tokenizer(draft)
+            if path.exists():
+                path.rmdir()
+        draft.replace(path)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True) if draft.is_dir() else draft.unlink(missing_ok=True)
+    return str(path)

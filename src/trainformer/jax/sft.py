@@ -126,6 +126,10 @@ class SFTTrainer(TextTrainer):
         probe = self.router_probe(batch, train=False)
         return self.with_router_rows(self.token_loss(model, batch, probe=probe), probe, batch)
 
+    def recorded_options(self) -> dict[str, Any]:
+        own = {} if self.formatting_func is None else {"formatting_func": self.formatting_func}
+        return {**super().recorded_options(), **own}
+
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Perplexity, from the mean loss over all supervised tokens of the dataset."""
         return {"perplexity": math.exp(min(metrics["loss"], _MAX_EXPONENT))} if "loss" in metrics else {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,14 @@ from flax import nnx
 
 from trainformer.backends.jax.sharding import data_shards
 from trainformer.backends.jax.step import VALID, EvalOutput
+from trainformer.checkpointing.tools.jax_models import TrainerRecord
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.core.types import Loss
 from trainformer.data.text.collate import token_batch
 from trainformer.data.text.encode import TRUNCATION, Encoder
 from trainformer.data.text.generation import Generated, as_prompts
 from trainformer.data.text.tokenizer import open_tokenizer
+from trainformer.jax.answers import generated_columns
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
 from trainformer.jax.generation import generate_texts
@@ -377,6 +379,9 @@ class TextTrainer(BaseTrainer):
         tokens = math.prod(shape) // (data_shards(self.mesh) * self.mesh.shape["sp"])
         return min(shape[1], max(1, -(-tokens // (asked or max(1, _MAX_LOGITS // (vocab_size or 1))))))
 
+    def use_learned(self, record: TrainerRecord) -> None:
+        self.base_folder = record.base  # of an adapter that is saved again
+
     def generate(
         self,
         prompts: Any,
@@ -414,13 +419,24 @@ class TextTrainer(BaseTrainer):
             options = {"folder": self.base_folder, "dtype": self.dtype, **options}
             return generate_texts(self.model_state.model, self.text, prompts, *args, **options)
 
-    def save_assets(self, folder: Path) -> list[str]:
-        files = super().save_assets(folder)
-        if hasattr(self.text, "save_pretrained"):
-            with new_files(folder) as written:
+    def predicted_columns(
+        self, data: Any, batch_size: int | None = None, *, max_new_tokens: int = 64, **options: Any
+    ) -> Iterator[dict[str, Any]]:
+        """The `prompt` and the `text` generated for each record, and its `target` if there are any.
+
+        `data` is the path of a file or a list: texts, conversations, or records with a `prompt` or `messages`.
+        """
+        size = batch_size or self.evaluation_batch_size
+        yield from generated_columns(self, data, size, max_new_tokens=max_new_tokens, **options)
+
+    def save_tokenizer(self, folder: Path) -> list[str]:
+        with new_files(folder) as written:
+            if hasattr(self.text, "save_pretrained"):
                 self.text.save_pretrained(str(folder))
-            files += written
-        return files
+        return written
+
+    def save_assets(self, folder: Path) -> list[str]:
+        return [*super().save_assets(folder), *self.save_tokenizer(folder)]
 
     def save_pretrained(self, ckpt_path: str | Path, state: Any = None, *, merge: bool = False) -> str:
         """Write the state, the arguments, the tokenizer and the weights to a folder, atomically.

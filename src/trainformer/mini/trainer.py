@@ -28,9 +28,10 @@ from trainformer.mini.checkpointing import CheckpointingHook
 from trainformer.mini.run import MiniRun, make_run
 from trainformer.mini.state import collect_state, load_state
 from trainformer.mini.utils import broadcast, check_integer
+from trainformer.run.check_report import CheckReport
 from trainformer.run.fit import fit
 from trainformer.run.logging import console_messages
-from trainformer.run.torch.preflight import CheckReport, check_run
+from trainformer.run.torch.preflight import check_run
 from trainformer.utils.distributed import rank
 from trainformer.utils.files import check_local
 from trainformer.utils.locks import FolderInUse, FolderLock

@@ -13,6 +13,9 @@ import numpy as np
 
 from trainformer.core.errors import BadArgument, check_count, expected
 
+#: Options that sample; without any of them, the most likely tokens are taken.
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+
 
 def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:
     """The ids of all tokens that end an answer: those of the model's generation config, and the tokenizer's.

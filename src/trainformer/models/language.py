@@ -16,20 +16,11 @@ from torch import nn
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.optional import require
+from trainformer.models.auto_classes import AUTO_CLASSES
 
 logger = logging.getLogger("trainformer")
 
 # The auto class of transformers for each kind of model.
-AUTO_CLASSES = {
-    "causal_lm": "AutoModelForCausalLM",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-    "masked_lm": "AutoModelForMaskedLM",
-    "sequence_classification": "AutoModelForSequenceClassification",
-    "token_classification": "AutoModelForTokenClassification",
-    "embedding": "AutoModel",
-    "clip": "AutoModel",
-    "vlm": "AutoModelForImageTextToText",
-}
 
 # Kinds whose head is new if the model was saved for another purpose, and the head of that purpose is not used.
 _NEW_HEADS = ("sequence_classification", "token_classification", "embedding")

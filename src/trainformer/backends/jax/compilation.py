@@ -84,6 +84,11 @@ class JittedStep:
         with jax.set_mesh(self.mesh):
             return self._function_for(batch)(state, batch, *self._constants)
 
+    def compiled(self, state: TrainState, batch: Any) -> Any:
+        """The compiled program for these arguments, which knows the memory that it needs."""
+        with jax.set_mesh(self.mesh):
+            return self._function_for(batch).lower(state, batch).compile()
+
     def _adapt(self, state: TrainState) -> None:
         """Use the same shardings for a state with different static fields; may cause a recompilation."""
         structure: Any = jax.tree.structure(state)

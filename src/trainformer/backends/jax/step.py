@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from flax.traverse_util import flatten_dict
 
 from trainformer.backends.jax.gradient_norms import NORMS, parameter_norms
 from trainformer.backends.jax.precision import cast_floating, set_compute_dtype
 from trainformer.backends.jax.sharding import constrain_rows
-from trainformer.backends.jax.state import TrainState, combine, partition, variables_after
+from trainformer.backends.jax.state import TrainState, combine, partition, path_string, variables_after
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.core.types import Loss, Mean
 from trainformer.data.mixture.dataset import SOURCE
@@ -179,6 +180,27 @@ def make_predict_step(
         return {name: jnp.asarray(value) for name, value in rows.items()}
 
     return predict_step
+
+
+def make_gradient_check(loss: LossFunction, *, compute_dtype: Any = None) -> Callable[[TrainState, Any], Any]:
+    """A pure function ``(state, batch) -> (sums, found)`` without an update, for checks.
+
+    `found` says of each trainable parameter, by path, whether its gradient is nonzero anywhere and finite everywhere.
+    """
+    forward = _forward(loss, compute_dtype, remat=None)
+
+    def gradients(state: TrainState, batch: Any) -> Any:
+        trained, frozen = partition(state.params, state.trainable)
+        key = jax.random.fold_in(state.key, state.step)
+        gradient = jax.grad(forward, has_aux=True)
+        grads, (sums, _) = gradient(trained, frozen, state.variables, state, constrain_rows(batch), key)
+        found = {
+            path_string(path): (jnp.any(grad != 0), jnp.all(jnp.isfinite(grad)))
+            for path, grad in flatten_dict(grads).items()
+        }
+        return {"loss": sums["loss"], "weight": sums["weight"]}, found
+
+    return gradients
 
 
 # -- one micro-batch ---------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from trainformer.adapters.qlora import QLoRA
 from trainformer.adapters.saved import SavedAdapters, open_adapters
 from trainformer.backends.torch.quantize import Layers, Recipe, layers_for, prepare_qat, torchao
 from trainformer.checkpointing import Checkpoint
+from trainformer.checkpointing.tools.finalized import weights_size
 from trainformer.checkpointing.tools.listing import AnyPath
 from trainformer.checkpointing.tools.states import States
 from trainformer.core.errors import BadArgument, DataError, expected
@@ -323,8 +324,3 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(before)
         if bars:
             logging.enable_progress_bar()
-
-
-def weights_size(folder: Path) -> int:
-    """Bytes of the weights in a folder."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -17,12 +17,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from trainformer.checkpointing.tools.finalized import GGUF
 from trainformer.checkpointing.tools.gguf_tokenizer import write_tokenizer
 from trainformer.core.errors import BadArgument, DataError, check_choice, expected
 from trainformer.core.optional import require
 
 TYPES = ("f32", "f16", "bf16", "q8_0")
-FILE = "model.gguf"
 _Q8_BLOCK = 32
 _SILU, _GELU = ("silu", "swish"), ("gelu_new", "gelu_pytorch_tanh")
 _CONV1D = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")  # GPT-2 stores them transposed
@@ -66,7 +66,7 @@ def write_gguf(folder: Path, kind: str) -> Path:
     transformers = require("transformers", "text", "for this model")
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     family = _family(config)
-    target = folder / FILE
+    target = folder / GGUF
     writer = gguf().GGUFWriter(target, family.arch)
     try:
         writer.add_name(folder.name)

@@ -14,6 +14,7 @@ from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.utils.files import check_archive
 
 AnyPath = str | Path
+JAX_STATE = "state"  # the component with the train state of a JAX run
 
 
 def list_checkpoints(run_or_folder: AnyPath) -> list[Checkpoint]:
@@ -75,6 +76,11 @@ def existing(path: AnyPath) -> Path:
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder has a manifest, damaged or not."""
     return (folder / MANIFEST).exists()
+
+
+def is_of_jax(checkpoint: Checkpoint) -> bool:
+    """Whether a run on JAX wrote a checkpoint."""
+    return JAX_STATE in checkpoint.manifest.components
 
 
 def is_draft(folder: Path) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from trainformer.checkpointing import Checkpoint
 from trainformer.checkpointing.manifest import digest
 from trainformer.core.optional import require
-from trainformer.models.language import AUTO_CLASSES
+from trainformer.models.auto_classes import AUTO_CLASSES
 from trainformer.utils.files import decode_json
 from trainformer.utils.run_folders import is_named
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainformer.checkpointing import Checkpoint
 from trainformer.checkpointing.multi_rank import files_for_rank
-from trainformer.checkpointing.tools.listing import AnyPath, find
+from trainformer.checkpointing.tools.listing import JAX_STATE, AnyPath, find
 from trainformer.checkpointing.torch_files import read_component, read_single_file
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.optional import require
@@ -27,7 +27,6 @@ from trainformer.utils.files import sync
 from trainformer.utils.tensor_files import read_tensors, read_weights
 from trainformer.utils.tree_files import read_tree
 
-STATE = "state"
 _PARAMS = "params/"
 
 
@@ -133,8 +132,8 @@ def export_weights(path: AnyPath, out: AnyPath, ema: bool | str = False) -> Path
 
 
 def _model(states: States) -> Mapping[str, Tensor]:
-    if STATE in states:
-        return parameters_of(states[STATE])
+    if JAX_STATE in states:
+        return parameters_of(states[JAX_STATE])
     if "model" not in states:
         raise DataError(f"{states.path} has no weights of a model; it has {', '.join(states)}.")
     weights: Mapping[str, Tensor] = states["model"]
@@ -152,7 +151,7 @@ def _average(states: States, ema: bool | str) -> Mapping[str, Tensor]:
             + ("Pass the key of one of them as ema." if averages else "Was the run trained with the EMA callback?")
         )
     key = averages[0]
-    if STATE in states:  # of a JAX run: the arrays are a component of their own, without frozen parameters
-        return {**parameters_of(states[STATE]), **parameters_of(states[key.replace("callback.", "average.", 1)])}
+    if JAX_STATE in states:  # of a JAX run: the arrays are a component of their own, without frozen parameters
+        return {**parameters_of(states[JAX_STATE]), **parameters_of(states[key.replace("callback.", "average.", 1)])}
     weights: Mapping[str, Tensor] = states[key]["model"]
     return weights

@@ -9,12 +9,9 @@ from __future__ import annotations
 import io
 import math
 import time
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -22,73 +19,17 @@ from trainformer.backends.torch import capture_random, restore_random
 from trainformer.backends.torch.coverage import unoptimized_message
 from trainformer.backends.torch.several_optimizers import SeveralOptimizers
 from trainformer.backends.torch.state import cloned
-from trainformer.core.errors import CheckFailed, TrainformerError
+from trainformer.core.errors import TrainformerError
 from trainformer.core.types import DeviceBatch
 from trainformer.run.cadences import never_due
+from trainformer.run.check_report import CheckReport, Status, some, words
 from trainformer.run.torch.dry_run import DryRun
 from trainformer.run.torch.monitors import callback_metrics, monitored, unknown_metric
 from trainformer.run.torch.run import TorchRun
 from trainformer.tasks.base import provides
 from trainformer.utils.text import duration
 
-Status = Literal["ok", "warning", "failed"]
 _MANY_PASSES = 100  # over a source of a mixture
-_MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "failed": "[bold red]failed[/]"}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check."""
-
-    question: str
-    status: Status
-    message: str
-
-
-@dataclass
-class CheckReport:
-    """What `Trainer.check()` found out."""
-
-    findings: list[Finding] = field(default_factory=list)
-    seconds_per_step: float | None = None
-    peak_bytes: int | None = None
-    estimated_seconds: float | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing failed; warnings are allowed."""
-        return not self.failures
-
-    @property
-    def failures(self) -> list[Finding]:
-        """What makes the run pointless."""
-        return [f for f in self.findings if f.status == "failed"]
-
-    @property
-    def warnings(self) -> list[Finding]:
-        """What is worth a look."""
-        return [f for f in self.findings if f.status == "warning"]
-
-    def add(self, question: str, problems: list[str], fine: str, status: Status = "failed") -> None:
-        """Record an answer: the problems, or that it is fine."""
-        self.findings.append(
-            Finding(question, status, " ".join(problems)) if problems else Finding(question, "ok", fine)
-        )
-
-    def table(self) -> Table:
-        """The report as a table."""
-        table = Table(title="pre-flight check", title_justify="left", show_edge=False)
-        table.add_column("question", no_wrap=True)
-        table.add_column("result", no_wrap=True)
-        table.add_column("what was found")
-        for f in self.findings:
-            table.add_row(f.question, _MARKS[f.status], f.message)
-        return table
-
-    def __str__(self) -> str:
-        file = io.StringIO()
-        Console(file=file, width=120).print(self.table())
-        return file.getvalue()
 
 
 def check_run(run: TorchRun, raise_on_failure: bool = True) -> CheckReport:
@@ -108,10 +49,9 @@ def check_run(run: TorchRun, raise_on_failure: bool = True) -> CheckReport:
     finally:
         restore_random(random)
         run.backend.begin_training()
-    _print(run.console, report.table())
-    if raise_on_failure and not report.ok:
-        lines = "\n".join(f"- {f.question}: {f.message}" for f in report.failures)
-        raise CheckFailed(f"{len(report.failures)} of {len(report.findings)} checks failed:\n{lines}")
+    report.print_to(run.console)
+    if raise_on_failure:
+        report.raise_failures()
     return report
 
 
@@ -155,7 +95,7 @@ def _data(run: TorchRun, dry_run: DryRun, report: CheckReport) -> DeviceBatch | 
     try:
         batch = next(dry_run.batches())
     except Exception as error:
-        unread = [f"the first batch cannot be read: {_words(error)}"]
+        unread = [f"the first batch cannot be read: {words(error)}"]
     unread = _of_all_ranks(run, unread)
     if unread or batch is None:
         report.add("data", unread, "")
@@ -176,7 +116,7 @@ def _training(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: CheckR
     except Exception as error:
         if not run.process_group.is_single_process:
             raise  # the other ranks may wait for this one; failure detection reports it
-        report.add("forward and backward", [_words(error)], "")
+        report.add("forward and backward", [words(error)], "")
         return False
     problems = [f"the {name} of the first batch is {x}." for name, (x, _) in losses.items() if not math.isfinite(x)]
     if any(weight == 0 for _, weight in losses.values()):
@@ -197,16 +137,16 @@ def _training(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: CheckR
     problems = []
     if without:
         problems.append(
-            f"{len(without)} trainable parameters get no gradient: {_some(without)}. They would never be trained; "
+            f"{len(without)} trainable parameters get no gradient: {some(without)}. They would never be trained; "
             "use them in train_step, or set requires_grad=False."
         )
     if broken and backend.precision.scaler is None:
-        problems.append(f"gradients of {_some(broken)} are not finite.")
+        problems.append(f"gradients of {some(broken)} are not finite.")
     problems = _of_all_ranks(run, problems)
     report.add("gradients", problems, f"all {len(found)} trainable tensors get one")
     if zero and not problems:
         report.add(
-            "zero gradients", [f"the gradient of {_some(zero)} is all zero, before and after a step."], "", "warning"
+            "zero gradients", [f"the gradient of {some(zero)} is all zero, before and after a step."], "", "warning"
         )
     return not problems
 
@@ -229,10 +169,10 @@ def _manual_training(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report:
     except Exception as error:
         if not run.process_group.is_single_process:
             raise
-        report.add("manual_step", [_words(error)], "")
+        report.add("manual_step", [words(error)], "")
         return False
     names = [run.backend.names[id(p)] for p, old in zip(run.backend.parameters, before, strict=True) if _same(p, old)]
-    problems = [f"{len(names)} trainable parameters did not change in the first step: {_some(names)}."] if names else []
+    problems = [f"{len(names)} trainable parameters did not change in the first step: {some(names)}."] if names else []
     report.add(
         "manual_step", _of_all_ranks(run, problems), f"it changes all {len(before)} trainable tensors", "warning"
     )
@@ -273,7 +213,7 @@ def _exactness(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: Check
         buffer.seek(0)
         saved = torch.load(buffer, map_location="cpu", weights_only=True)
     except Exception as error:
-        problems = [f"the state cannot be saved and read back safely: {_words(error)}"]
+        problems = [f"the state cannot be saved and read back safely: {words(error)}"]
     problems = _of_all_ranks(run, problems)
     if problems:
         report.add("save and load", problems, "")
@@ -289,7 +229,7 @@ def _exactness(run: TorchRun, dry_run: DryRun, batch: DeviceBatch, report: Check
     differing = [k for k in first if isinstance(first[k], Tensor) and not _same(first[k], second[k])]
     status: Status = "failed" if run.backend.device.type == "cpu" else "warning"
     advice = "Does the task keep state outside state_dict(), or use a random generator of its own?"
-    problems = [f"after save, load and two steps these differ: {_some(differing)}. {advice}"] if differing else []
+    problems = [f"after save, load and two steps these differ: {some(differing)}. {advice}"] if differing else []
     problems = _of_all_ranks(run, problems)
     report.add("save and load", problems, "two steps after loading give bitwise the same weights", status)
 
@@ -365,7 +305,7 @@ def _first_metrics(run: TorchRun) -> tuple[dict[str, float] | None, str]:
         try:
             return run.evaluate_first_batches(most), ""
         except Exception as error:
-            problem = _words(error)
+            problem = words(error)
             if not run.process_group.is_single_process and not isinstance(error, TrainformerError):
                 raise  # the other ranks may wait for this one; failure detection reports it
             if not isinstance(error, TrainformerError) or (total is not None and total <= most):
@@ -401,20 +341,3 @@ def _state_bytes(run: TorchRun) -> int:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
-
-
-def _words(error: Exception) -> str:
-    return " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-
-
-def _some(names: list[str], most: int = 6) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def _print(console: Console, table: Table) -> None:
-    """As wide as the terminal; elsewhere as wide as the table, so that a line of a log file is a whole one."""
-    usual = console.width
-    if not console.is_terminal and not console.is_jupyter:
-        console.width = 10_000
-    console.print(table)
-    console.width = usual

@@ -33,7 +33,7 @@ from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import check_choice, check_count, expected
 from trainformer.data.text.collate import pad
 from trainformer.data.text.encode import IGNORE_INDEX, Encoder
-from trainformer.data.text.generation import GenerationPrompt, as_prompts, is_conversation, read_prompt
+from trainformer.data.text.generation import Generated, GenerationPrompt, as_prompts, is_conversation, read_prompt
 from trainformer.data.text.prepare import has_tokens
 from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.sources import load_text
@@ -44,7 +44,7 @@ from trainformer.models.language import OutputStates, ensure_pad_token, load_mod
 from trainformer.models.modes import eval_mode
 from trainformer.models.rope import check_rope_scaling, keep_overrides, scaled_source
 from trainformer.tasks.adapter_mixin import AdapterMixin
-from trainformer.tasks.language.generation import Generated, generate_texts, preserved_random, row_seeds
+from trainformer.tasks.language.generation import generate_texts, preserved_random, row_seeds
 from trainformer.tasks.language.positions import fit_lengths
 from trainformer.tasks.language.pretrained import Pretrained, find_pretrained
 

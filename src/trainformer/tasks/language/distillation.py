@@ -23,6 +23,7 @@ from trainformer.data.text.encode import IGNORE_INDEX, Encoder
 from trainformer.data.text.prepare import causal_tokens
 from trainformer.data.text.store import tokenize
 from trainformer.losses.divergence import DistillationLoss, check_divergence, distillation_loss
+from trainformer.models.generation import SamplingOptions
 from trainformer.tasks.language.base import data_name
 from trainformer.tasks.language.causal_lm import INPUTS, CausalLM
 from trainformer.tasks.language.on_policy import (
@@ -34,7 +35,6 @@ from trainformer.tasks.language.on_policy import (
     complete_rows,
     has_prompts_only,
 )
-from trainformer.tasks.language.rollouts.sampling import SamplingOptions
 from trainformer.tasks.language.teacher import TeacherMixin
 
 _REFUSED = ("pipeline", "deepspeed", "tensor_parallel", "tp")

@@ -21,14 +21,13 @@ from trainformer.core.errors import BadArgument, DataError, check_count, did_you
 from trainformer.data.order import preserved_generators, sample_key, seed_generators
 from trainformer.data.text.collate import pad
 from trainformer.data.text.generation import Generated, GenerationPrompt, end_of_turn
-from trainformer.models.generation import stop_token_ids
+from trainformer.models.generation import SAMPLING, SamplingOptions, stop_token_ids
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.positions import longest_sequence
-from trainformer.tasks.language.rollouts.sampling import InverseSampling, SamplingOptions, row_numbers, warpers
+from trainformer.tasks.language.rollouts.sampling import InverseSampling, row_numbers, warpers
 
 logger = logging.getLogger("trainformer")
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None}  # of transformers' `generate`
 # With one of these, transformers samples, from generators that the seed of the first row seeds.
 _OTHER_SAMPLING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "num_beams", "penalty_alpha")

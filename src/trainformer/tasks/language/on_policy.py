@@ -18,9 +18,10 @@ from trainformer.data.order import sample_rng
 from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, EncodingReport, ErrorContext
 from trainformer.data.text.generation import is_conversation, read_prompt
 from trainformer.data.text.store import StoreView
+from trainformer.models.generation import SamplingOptions
 from trainformer.tasks.language.generation import end_tokens
 from trainformer.tasks.language.rollouts.generation import is_sharded
-from trainformer.tasks.language.rollouts.sampling import SamplingOptions, completion_mask, sample_tokens
+from trainformer.tasks.language.rollouts.sampling import completion_mask, sample_tokens
 
 DATA, STUDENT, TEACHER = 0, 1, 2  # who wrote the completion of a sample
 _EVALUATION = 0x6BD  # a random stream of its own

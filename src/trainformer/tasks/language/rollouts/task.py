@@ -21,6 +21,7 @@ from trainformer.data.text.collate import pad
 from trainformer.data.text.encode import IGNORE_INDEX
 from trainformer.data.text.prompts import Prompt, PromptEncoder, PromptRecords, Prompts
 from trainformer.losses.policy import TokenScores, token_scores
+from trainformer.models.generation import SamplingOptions
 from trainformer.models.language import OutputStates
 from trainformer.tasks.language.base import GenerationMixin, data_name, to_width
 from trainformer.tasks.language.generation import end_tokens
@@ -37,7 +38,6 @@ from trainformer.tasks.language.rollouts.rewards import Rewards
 from trainformer.tasks.language.rollouts.rollout import Rollout, RolloutMaker
 from trainformer.tasks.language.rollouts.rows import Scored, TokenRows
 from trainformer.tasks.language.rollouts.samples import sample_of
-from trainformer.tasks.language.rollouts.sampling import SamplingOptions
 from trainformer.utils.distributed import is_padding
 
 _REFUSED = ("pipeline", "deepspeed", "tensor_parallel", "tp")  # they split the model that has to generate

@@ -23,8 +23,8 @@ from torch import nn
 from trainformer.adapters.base import is_adapted
 from trainformer.adapters.export import merge_adapter
 from trainformer.core.errors import BadArgument, MissingDependency, TrainformerError, expected
+from trainformer.models.generation import SamplingOptions
 from trainformer.tasks.language.rollouts.generation import Generated
-from trainformer.tasks.language.rollouts.sampling import SamplingOptions
 from trainformer.utils.distributed import rank, world_size
 
 _SEEDS = 1 << 62

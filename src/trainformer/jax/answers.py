@@ -1,0 +1,54 @@
+"""Texts generated for the records of a file or a list, as the commands and `trainformer.load` need them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainformer.core.errors import BadArgument, DataError, check_count, expected
+from trainformer.data.text.generation import is_conversation, read_prompt
+from trainformer.data.text.sources import load_text
+
+
+def load_prompts(data: Any) -> Any:
+    """Records to generate for: from a path, where each line of a text file is a prompt, or a list of them."""
+    if isinstance(data, str | Path):
+        return load_text(data, split="line" if Path(data).suffix == ".txt" else None)
+    if isinstance(data, Mapping) or is_conversation(data):
+        return [data]
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        raise DataError(expected("a list of prompts, conversations or records, or the path of a file", type(data)))
+    return data
+
+
+def generated_columns(trainer: Any, data: Any, batch_size: int, **options: Any) -> Iterator[dict[str, Any]]:
+    """The prompts of records and the texts generated for them, a batch at a time.
+
+    All records are checked before the first text is generated.
+    """
+    records, template = load_prompts(data), trainer.arguments.prompt_template
+    check_count("batch_size", batch_size)
+    prompts = [read_prompt(records[index], index, template) for index in range(len(records))]
+    has_targets = any(prompt.target is not None for prompt in prompts)
+    for first in range(0, len(prompts), batch_size):
+        chosen = prompts[first : first + batch_size]
+        made = trainer.generate_texts(chosen, **options)
+        index = list(range(first, first + len(chosen)))
+        columns: dict[str, Any] = {"index": index, "id": index}
+        columns |= {"prompt": [prompt.render(trainer.text) for prompt in chosen], "text": [each.text for each in made]}
+        yield columns | ({"target": [prompt.target for prompt in chosen]} if has_targets else {})
+
+
+def check_language_model(trainer: Any) -> None:
+    """Raise if the model of a trainer is no causal language model."""
+    model = trainer.model_state.model
+    if not isinstance(model, Decoder):
+        what = "a causal language model of trainformer.models.jax to generate with"
+        raise BadArgument(expected(what, type(model).__name__))
+
+
+def context_length(trainer: Any) -> int | None:
+    """The most tokens that the model reads; None if it has no limit."""
+    length = getattr(getattr(trainer.model_state.model, "config", None), "max_position_embeddings", None)
+    return length if isinstance(length, int) and length > 0 else None
