@@ -9,6 +9,7 @@ from typing import Any
 from trainformer.core.errors import BadArgument, DataError, check_count, expected
 from trainformer.data.text.generation import is_conversation, read_prompt
 from trainformer.data.text.sources import load_text
+from trainformer.models.jax.decoder import Decoder
 
 
 def load_prompts(data: Any) -> Any:
