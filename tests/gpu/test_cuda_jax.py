@@ -13,6 +13,7 @@ from flax import nnx  # noqa: E402
 from trainformer.core.types import Loss  # noqa: E402
 from trainformer.jax import BaseTrainer, TrainingArguments  # noqa: E402
 from trainformer.models.jax import Decoder, DecoderConfig  # noqa: E402
+from trainformer.models.jax.attention_kernels import choose_kernel  # noqa: E402
 from trainformer.run import run_of  # noqa: E402
 
 CONFIG = DecoderConfig(
@@ -53,7 +54,9 @@ def losses(run):
 def test_a_gpu_computes_in_bf16_with_cudnn_by_itself_and_close_to_fp32(tmp_path):
     fast = trainer(tmp_path / "bf16")
     assert fast.dtype == jnp.bfloat16
-    assert run_of(fast).backend.state.model.execution.attention == "cudnn"
+    assert run_of(fast).backend.state.model.execution.attention == "auto"
+    heads = jnp.zeros((16, 128, 4, 64), jnp.bfloat16)
+    assert choose_kernel("auto", heads, heads) == "cudnn"
     fast.train()
     assert {leaf.dtype for leaf in jax.tree.leaves(fast.model_state.params)} == {jnp.dtype("float32")}
     exact = trainer(tmp_path / "fp32", dtype="fp32")

@@ -144,7 +144,7 @@ def kernels(flat):
     return {path: value for path, value in flat.items() if re.search(r"_proj/kernel", path)}
 
 
-@pytest.mark.parametrize("kind", QUANTIZATIONS)
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_only_the_adapter_of_a_quantized_model_is_trained(kind, folder, tmp_path, caplog):
     trainer = sft(folder, tmp_path, quantization=kind, max_steps=3)
     before, plain = frozen(trainer), load_model(folder)

@@ -385,7 +385,7 @@ class Model(nnx.Module):
         self.execution = Execution(remat, attention, self.config.num_hidden_layers if unroll is True else unroll)
         linear = {path: layer for path, layer in nnx.iter_graph(self) if isinstance(layer, Linear) and "layers" in path}
         for layer in linear.values():
-            layer.fp8 = fp8 and is_aligned(layer.kernel)
+            layer.fp8 = fp8 and is_aligned(layer.kernel.shape)
         if fp8 and not any(layer.fp8 for layer in linear.values()):
             what = "linear layers whose sizes are multiples of 16 for fp8"
             raise BadArgument(expected(what, f"a {type(self).__name__} without any", "Pass dtype='bf16'."))

@@ -35,9 +35,9 @@ def check_fp8_device(device: Any) -> None:
     )
 
 
-def is_aligned(kernel: jax.Array) -> bool:
-    """Whether the fp8 kernels support the sizes of a layer."""
-    return not any(size % _MULTIPLE for size in kernel.shape[-2:])
+def is_aligned(shape: tuple[int, ...]) -> bool:
+    """Whether the fp8 kernels support the sizes of a layer, by the shape of its kernel."""
+    return not any(size % _MULTIPLE for size in shape[-2:])
 
 
 @jax.custom_vjp
@@ -56,8 +56,8 @@ def _forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
 def _backward(saved: Any, d_y: jax.Array) -> tuple[jax.Array, jax.Array]:
     x8, kernel8, x, kernel = saved
     d_y8 = _cast(d_y, jnp.float8_e5m2)
-    rows = [(values.reshape(-1, values.shape[-1]), scale) for values, scale in (x8, d_y8)]
-    return _product("...o,io->...i", d_y8, kernel8, x.dtype), _product("ri,ro->io", *rows, kernel.dtype)
+    left, right = ((values.reshape(-1, values.shape[-1]), scale) for values, scale in (x8, d_y8))
+    return _product("...o,io->...i", d_y8, kernel8, x.dtype), _product("ri,ro->io", left, right, kernel.dtype)
 
 
 fp8_matmul.defvjp(_forward, _backward)

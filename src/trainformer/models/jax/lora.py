@@ -98,10 +98,11 @@ def quantize_frozen(model: Model, kind: str) -> None:
     Embeddings, norms, biases and the head keep their dtype.
     """
     check_quantization(kind)
-    if getattr(model, "lora", None) is None:
+    settings = model.lora
+    if settings is None:
         raise BadArgument(expected("a model with LoRA", type(model).__name__, "Quantized weights cannot be trained."))
     for path, layer in _linear_layers(model).items():
-        if path not in (*_HEADS, *model.lora.modules_to_save):
+        if path not in (*_HEADS, *settings.modules_to_save):
             layer.quantize(kind)
 
 
