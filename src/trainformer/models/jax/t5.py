@@ -290,8 +290,6 @@ class T5(Model):
         """Logits in the dtype of the hidden states; cast them before a softmax."""
         if self.config.scale_outputs:
             states = states * jnp.asarray(self.config.hidden_size**-0.5, states.dtype)
-        # Without this constraint XLA computes a wrong gradient on meshes with dp, fsdp and tp.
-        states = constrain(states, "batch", "sequence", None)
         logits = self.shared.logits(states) if self.lm_head is None else self.lm_head(states)
         return constrain(logits, "batch", "sequence", "features")
 
