@@ -355,6 +355,14 @@ def test_learning_rates_of_an_optimizer_of_the_user_are_read_from_its_state():
     np.testing.assert_allclose(logged(own, "train/lr"), [0.1, 0.05, 0.1 / 3], rtol=1e-6)
 
 
+def test_an_unknown_learning_rate_is_an_error():
+    state, tx = mlp_trainer(max_steps=1).model_state, optax.sgd(0.1)
+    state = state.replace(tx=tx, opt_state=tx.init(state.params))
+    options = {"dataset_train": samples(), "callbacks": [LRMonitor()], "mesh": mesh_on((1, 1, 1, 1), 1)}
+    with pytest.raises(BadArgument, match="an optimizer whose learning rate is known, for LRMonitor"):
+        MeanTrainer(arguments(max_steps=1), model_state=state, **options).train()
+
+
 def test_flops_of_stacked_layers_and_micro_batches():
     """Those of the matrix products, however the step is divided."""
     found = []
@@ -456,8 +464,8 @@ def records(kind, folder="run"):
     return [line for line in lines if line["kind"] == kind]
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-def test_images_are_recorded_with_true_and_predicted_class(channels):
+def test_images_are_recorded_with_true_and_predicted_class():
+    channels = 1
     images = np.random.default_rng(0).integers(0, 256, (20, 8, 8, channels), dtype=np.uint8)
     labels = np.arange(20) % 2
     tiny = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -465,7 +473,7 @@ def test_images_are_recorded_with_true_and_predicted_class(channels):
         arguments(max_steps=2, eval_steps=2, total_batch_size=8),
         ViTConfig(image_size=8, patch_size=4, num_channels=channels, **tiny),
         dataset_train={"image": images, "label": labels},
-        dataset_eval={"image": images[..., 0] if channels == 1 else images, "label": labels},
+        dataset_eval={"image": images[..., 0], "label": labels},
         callbacks=[ImageSamples(n=5), OnlineKNN(k=3), OnlineLinear()],
         mesh=mesh_on((2, 1, 1, 1), 2),
     )

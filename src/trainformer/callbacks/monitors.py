@@ -37,6 +37,12 @@ _PEAK_FLOPS = {
 class LRMonitor:
     """Add the learning rate of every parameter group to each log record (``train/lr``, ``train/lr_1``, ...)."""
 
+    def on_train_begin(self, trainer: TrainerLike) -> None:
+        """Check that the learning rate is known."""
+        if not trainer.learning_rates():
+            do = "On JAX, wrap yours: optax.inject_hyperparams(optax.adam)(learning_rate=...)."
+            raise BadArgument(expected("an optimizer whose learning rate is known, for LRMonitor", "none", do))
+
     def on_log(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
         for index, lr in enumerate(trainer.learning_rates()):
             metrics["train/lr" if index == 0 else f"train/lr_{index}"] = lr
