@@ -359,6 +359,8 @@ def test_lora_is_merged_and_dpo_is_evaluated_with_its_reference(runs, tmp_path, 
     assert found["val/rewards/margin"] > 0.01  # the reference is not the trained model
     other = answer(capsys, "evaluate", "runs/dpo", "--data", "pairs.jsonl")["metrics"]
     assert other == pytest.approx(found, rel=1e-4)
+    assert main(["generate", "runs/dpo", "--prompt=the red", "--max-new-tokens=4"]) == 0
+    assert capsys.readouterr().out == f"{SFTTrainer.generate(trainer, 'the red', 4)}\n"
     adapter = answer(capsys, "export", "runs/dpo", "adapter")["path"]
     assert sorted(path.name for path in Path(adapter).glob("adapter*")) == [
         "adapter_config.json",

@@ -58,7 +58,7 @@ def trainer_of(
     if not file.is_file():
         raise BadArgument(
             f"Expected {file}, which describes the trainer of the run; there is none. The run was started by a "
-            "Python program: run that again, or load its checkpoint there with trainer.load()."
+            "Python program: run that again, which resumes the run, or load its checkpoint there."
         )
     recipe = load_config(file, trust=trust, variables=variables)
     if "trainer" not in recipe:

@@ -9,6 +9,7 @@ from trainformer.checkpointing import Checkpoint
 from trainformer.checkpointing.tools.choosing import choose_checkpoint
 from trainformer.checkpointing.tools.listing import is_of_jax, list_checkpoints
 from trainformer.core.errors import BadArgument, check_count, expected
+from trainformer.core.optional import require
 
 if TYPE_CHECKING:
     from trainformer.inference.jax_models import JaxPredictor
@@ -60,6 +61,7 @@ def load(
 
         refuse_torch_options(given)
         return open_jax(choose_checkpoint(Path(path).expanduser(), which)[0], Path(path), batch_size, ema)
+    require("torch", "torch", "to load a model of torch")
     from trainformer.inference.loading import load_torch
     from trainformer.inference.sources import find_model
 

@@ -64,7 +64,9 @@ def open_trainer(
     device if the model fits there.
     """
     folder, record = checkpoint.path, TrainerRecord.read(checkpoint.path)
-    kind = _trainer_class(record)
+    kind, own = _trainer_class(record), record.options
+    if dataset_eval is None and _only_generates(kind):
+        kind, own = importlib.import_module(_PACKAGE).SFTTrainer, {}  # which needs no rewards and no reference
     if record.opaque and dataset_eval is not None:
         listed = ", ".join(f"{name} (a {what})" for name, what in record.opaque.items())
         do = "Evaluate in the program that started the run: trainer.eval()."
@@ -81,7 +83,7 @@ def open_trainer(
         record.build_model(weights),
         dataset_train=NoTrainingData(),
         dataset_eval=dataset_eval,
-        **{**record.options, **options},
+        **{**own, **options},
     )
     trainer.use_learned(record)
     return trainer
@@ -96,6 +98,13 @@ def _trainer_class(record: TrainerRecord) -> Any:
     return kind
 
 
+def _only_generates(kind: Any) -> bool:
+    """Whether all that a trainer predicts are generated texts."""
+    from trainformer.jax.text_trainer import TextTrainer
+
+    return issubclass(kind, TextTrainer) and kind.predicted_columns is TextTrainer.predicted_columns
+
+
 def _arguments(kind: Any, folder: Path, eval_batch_size: int | None) -> Any:
     """The recorded arguments that affect predictions and metrics."""
     from trainformer.jax.arguments import TrainingArguments
@@ -103,7 +112,8 @@ def _arguments(kind: Any, folder: Path, eval_batch_size: int | None) -> Any:
     made = getattr(kind, "arguments_type", TrainingArguments)
     try:
         content = decode_json((folder / FILE_NAME).read_bytes())
-        passed = [name for name in content["passed"] if name not in _TRAINING]
+        known = made.field_names()
+        passed = [name for name in content["passed"] if name not in _TRAINING and name in known]
         kept = {name: content[name] for name in passed}
         rows = content.get("eval_batch_size")
     except (OSError, ValueError, KeyError, TypeError) as error:
