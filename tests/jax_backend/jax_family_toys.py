@@ -1,23 +1,18 @@
-"""Small decoders of every family, with values of their options that are not the defaults, and what transformers gives."""
+"""Small decoders of every family, with other values of their options than the defaults."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-import torch
-from flax import nnx
 from jax_model_toys import VOCABULARY
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     MinistralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
@@ -48,7 +43,7 @@ LONGROPE = {
     "short_factor": [1.0, 1.5],
     "long_factor": [2.0, 9.0],
 }
-GEMMA3_ROPES = {
+LAYER_ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 50.0},
     FULL: {"rope_type": "linear", "rope_theta": 3000.0, "factor": 4.0},
 }
@@ -75,6 +70,23 @@ def family_configs() -> dict[str, PretrainedConfig]:
             tie_word_embeddings=False,
         ),
         "olmo2": Olmo2Config(**_SHARED, num_hidden_layers=2, attention_bias=True, rope_parameters={"rope_theta": 99.0}),
+        "olmo3": Olmo3Config(
+            **_SHARED,
+            num_hidden_layers=2,
+            sliding_window=4,
+            layer_types=[FULL, SLIDING],
+            rope_parameters={**LAYER_ROPES, FULL: {**YARN, "truncate": True}},
+        ),
+        "granite": GraniteConfig(
+            **_SHARED,
+            num_hidden_layers=2,
+            embedding_multiplier=3.0,
+            logits_scaling=0.5,
+            residual_multiplier=0.7,
+            attention_multiplier=0.3,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
         "phi3": Phi3Config(
             **_SHARED,
             num_hidden_layers=2,
@@ -99,7 +111,7 @@ def family_configs() -> dict[str, PretrainedConfig]:
             sliding_window=4,
             query_pre_attn_scalar=9,
             final_logit_softcapping=7.0,
-            rope_parameters=GEMMA3_ROPES,
+            rope_parameters=LAYER_ROPES,
         ),
         "gpt_neox": GPTNeoXConfig(
             **_SIZES, **_IDS, num_hidden_layers=2, max_position_embeddings=64, hidden_act="relu",

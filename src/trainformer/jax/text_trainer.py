@@ -303,7 +303,8 @@ class TextTrainer(BaseTrainer):
         if not hasattr(model, "hidden_states") or not hasattr(model, "head"):
             return row_sums(model(batch["input_ids"]), labels, **options)
         # No attention mask: padding is on the right, which tokens of a causal model do not attend to.
-        positions = {name: batch[name] for name in _POSITION_INPUTS if name in batch}
+        names = (*_POSITION_INPUTS, *(("attention_mask",) if getattr(model, "needs_attention_mask", False) else ()))
+        positions = {name: batch[name] for name in names if name in batch}
         if probe is not None:
             positions["probe"] = probe
         states = model.hidden_states(batch["input_ids"], **positions, deterministic=key is None, key=key)

@@ -1,4 +1,4 @@
-"""Models on JAX: a decoder for the Llama family and GPT-2, image classifiers, LoRA; HF folders in and out.
+"""Models on JAX: a decoder for many families, image classifiers, LoRA; HF folders in and out.
 
 Never imports torch.
 """

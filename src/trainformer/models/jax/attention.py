@@ -51,8 +51,8 @@ def attend(
 ) -> jax.Array:
     """Softmax attention in float32; `k` and `v` may have fewer heads. `window` includes the token itself, as in HF.
 
-    `scale` of the logits is by default ``head_dim ** -0.5``; `softcap` bounds them by a tanh. cuDNN is used only where it
-    is supported: 16-bit dtypes, no dropout, no softcap, no sequence sharding, even lengths with a mask.
+    `scale` of the logits is by default ``head_dim ** -0.5``; `softcap` bounds them by a tanh. cuDNN is used only where
+    it is supported: 16-bit dtypes, no dropout, no softcap, no sequence sharding, even lengths with a mask.
     """
     mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
     if softcap is not None or (rate > 0.0 and key is not None):

@@ -10,10 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +30,7 @@ from trainformer.models.jax.layers import (
     key_source,
 )
 from trainformer.models.jax.rope import Tables, rotate
+from trainformer.models.jax.scan import LayerKind, layer_groups, scan_layers
 
 Rules = tuple[tuple[str, tuple], ...]
 
@@ -51,13 +50,6 @@ BLOCK_RULES: Rules = (
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 NORM_PLACEMENTS = ("pre", "post", "both")
-
-
-class LayerKind(NamedTuple):
-    """What may differ between the layers of a stack: the window, and which rotary embeddings (None: no positions)."""
-
-    window: int | None = None
-    rope: int | None = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +72,7 @@ class BlockConfig:
     norm_eps: float = 1e-6
     norm_placement: str = "pre"
     parallel_residual: bool = False
+    residual_multiplier: float = 1.0
     gated: bool = True
     fused_gate_up: bool = False
     fused_qkv: bool = False
@@ -93,6 +86,7 @@ class BlockConfig:
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None
     query_pre_attn_scalar: float | None = None
+    attention_multiplier: float | None = None
     attn_logit_softcapping: float | None = None
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
@@ -115,7 +109,8 @@ class BlockConfig:
             what = f"layer_types of {self.num_hidden_layers} layers, each {SLIDING!r} or {FULL!r}"
             raise BadArgument(expected(what, list(types)))
         if SLIDING in types and self.sliding_window is None:
-            raise BadArgument(expected(f"a sliding_window, since layer_types has {SLIDING!r}", None))
+            do = "Qwen and SmolLM3 also need use_sliding_window."
+            raise BadArgument(expected(f"a sliding_window, since layer_types has {SLIDING!r}", None, do))
 
     @property
     def kv_heads(self) -> int:
@@ -131,7 +126,8 @@ class BlockConfig:
 
     @property
     def attention_scale(self) -> float:
-        return (self.query_pre_attn_scalar or self.head_width) ** -0.5
+        """The factor of the attention logits."""
+        return self.attention_multiplier or (self.query_pre_attn_scalar or self.head_width) ** -0.5
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -288,77 +284,22 @@ class Block(nnx.Module):
         key: Key,
         window: int | None = None,
     ) -> jax.Array:
-        keys, rate = key_source(key), self.config.hidden_dropout
+        keys = key_source(key)
         mixed = self.attention(_normed(x, self.input_norm), segments, rope, execution, next(keys), window)
-        between = x + dropout(_normed(mixed, self.attention_output_norm), rate, next(keys))
+        between = x + self._residual(mixed, self.attention_output_norm, next(keys))
         source = x if self.config.parallel_residual else between
         inner = self.mlp(_normed(source, self.post_norm), next(keys))
-        x = between + dropout(_normed(inner, self.mlp_output_norm), rate, next(keys))
+        x = between + self._residual(inner, self.mlp_output_norm, next(keys))
         return constrain(x, "batch", "sequence", None)
+
+    def _residual(self, output: jax.Array, norm: Any, key: Key) -> jax.Array:
+        """What attention or feed-forward add to the residual stream."""
+        added = dropout(_normed(output, norm), self.config.hidden_dropout, key)
+        return added if self.config.residual_multiplier == 1.0 else added * self.config.residual_multiplier
 
 
 def _normed(x: jax.Array, norm: Callable[[jax.Array], jax.Array] | None) -> jax.Array:
     return x if norm is None else norm(x)
-
-
-# -- layers ----------------------------------------------------------------------------------------------------------
-
-
-def layer_groups(kinds: Sequence[LayerKind]) -> list[tuple[tuple[LayerKind, ...], int]]:
-    """Layers as patterns with repetitions, so that each pattern is compiled once.
-
-    It is the shortest pattern that repeats over all layers and a rest, or runs of equal layers: whichever compiles fewer.
-
-    >>> local, whole = LayerKind(window=4), LayerKind()
-    >>> [(len(pattern), count) for pattern, count in layer_groups([local, local, whole] * 8 + [local] * 2)]
-    [(3, 8), (1, 2)]
-    >>> [(len(pattern), count) for pattern, count in layer_groups([whole] * 28 + [local] * 8)]
-    [(1, 28), (1, 8)]
-    """
-    kinds = tuple(kinds)
-    runs = _runs(kinds)
-    for size in range(1, len(kinds)):
-        if size >= len(runs):
-            break
-        count = len(kinds) // size
-        if kinds[: size * count] == kinds[:size] * count and kinds[size * count :] == kinds[: len(kinds) % size]:
-            periodic = [(kinds[:size], count), *_runs(kinds[size * count :])]
-            return min(periodic, runs, key=lambda groups: sum(len(pattern) for pattern, _ in groups))
-    return runs
-
-
-def _runs(kinds: Sequence[LayerKind]) -> list[tuple[tuple[LayerKind, ...], int]]:
-    return [((kind,), len(list(same))) for kind, same in groupby(kinds)]
-
-
-def scan_layers(
-    step: Callable[[Any, Any, LayerKind], tuple[Any, Any]],
-    x: Any,
-    stacked: Any,
-    kinds: Sequence[LayerKind],
-    unroll: int = 1,
-) -> tuple[Any, Any]:
-    """`jax.lax.scan` of ``step(x, layer, kind) -> (x, output)`` over stacked layers; outputs are stacked as well.
-
-    `unroll` is the number of layers per iteration; a pattern of several kinds is never split. Weights of layers outside
-    the repeated pattern are sliced off, which copies the stack once per step.
-    """
-    outputs, start = [], 0
-    for pattern, count in layer_groups(kinds):
-        size, end = len(pattern), start + len(pattern) * count
-
-        def body(x: Any, layers: Any, pattern: tuple[LayerKind, ...] = pattern) -> tuple[Any, Any]:
-            made = []
-            for number, kind in enumerate(pattern):
-                x, output = step(x, jax.tree.map(itemgetter(number), layers), kind)
-                made.append(output)
-            return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *made)
-
-        part = jax.tree.map(lambda leaf: leaf[start:end].reshape(count, size, *leaf.shape[1:]), stacked)  # noqa: B023
-        x, output = jax.lax.scan(body, x, part, unroll=min(count, -(-unroll // size)))
-        outputs.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), output))
-        start = end
-    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
 
 
 def run_layers(

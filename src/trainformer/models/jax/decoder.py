@@ -15,18 +15,10 @@ from flax import nnx
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.models.jax.attention import positions_of, segments_of
-from trainformer.models.jax.block import (
-    BLOCK_RULES,
-    Block,
-    BlockConfig,
-    LayerKind,
-    Model,
-    RouterProbe,
-    Rules,
-    run_layers,
-)
+from trainformer.models.jax.block import BLOCK_RULES, Block, BlockConfig, Model, RouterProbe, Rules, run_layers
 from trainformer.models.jax.layers import NORMS, Embedding, Key, Linear, constrain, dropout, key_source
 from trainformer.models.jax.rope import Rope
+from trainformer.models.jax.scan import LayerKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +26,8 @@ class DecoderConfig(BlockConfig):
     """Configuration of a decoder. ``rope=None`` means learned positions. `source` is the original ``config.json`` text.
 
     `local_rope` is used by layers with a sliding window instead of `rope`. `no_rope_layers` has a 0 for each layer
-    without positions and a 1 for the others, as in HF. `embedding_scale` multiplies the embeddings.
+    without positions and a 1 for the others, as in HF. `embedding_scale` multiplies the embeddings, `logits_scaling`
+    divides the logits.
 
     >>> DecoderConfig(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
     ...     num_attention_heads=4).head_width
@@ -50,6 +43,7 @@ class DecoderConfig(BlockConfig):
     tie_word_embeddings: bool = False
     embedding_dropout: float = 0.0
     embedding_scale: float = 1.0
+    logits_scaling: float = 1.0
     final_logit_softcapping: float | None = None
     source: str = field(default="", repr=False)
 
@@ -82,7 +76,8 @@ class DecoderConfig(BlockConfig):
 class Decoder(Model):
     """``model(input_ids)`` returns logits (batch, sequence, vocabulary).
 
-    `attention_mask` marks padding (0) on either side; right-padded batches need none, since attention is causal.
+    `attention_mask` marks padding (0) on either side; right-padded batches need none, since attention is causal
+    (except with longrope).
     `segment_ids` separates packed texts; positions restart in each. Dropout is active only with
     ``deterministic=False`` and a `key`.
     """
@@ -113,6 +108,11 @@ class Decoder(Model):
             if config.tie_word_embeddings
             else Linear(config.hidden_size, config.vocab_size, rngs=rngs, bias=False, scale=scale)
         )
+
+    @property
+    def needs_attention_mask(self) -> bool:
+        """Whether padding on the right must be marked as well: longrope depends on the length of texts."""
+        return any(rope.kind == "longrope" for rope in self.config.ropes)
 
     def __call__(self, input_ids: jax.Array, *inputs: Any, **options: Any) -> jax.Array:
         """Logits. Arguments as for `hidden_states`."""
@@ -151,6 +151,8 @@ class Decoder(Model):
     def head(self, states: jax.Array) -> jax.Array:
         """Logits in the dtype of the hidden states; cast them before a softmax."""
         logits = self.embed_tokens.logits(states) if self.lm_head is None else self.lm_head(states)
+        if self.config.logits_scaling != 1.0:
+            logits = logits / self.config.logits_scaling
         if self.config.final_logit_softcapping is not None:
             logits = self.config.final_logit_softcapping * jnp.tanh(logits / self.config.final_logit_softcapping)
         return constrain(logits, "batch", "sequence", "features")

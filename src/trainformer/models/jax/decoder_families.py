@@ -1,6 +1,6 @@
-"""HF configs and weight names of the decoders named as Llama: Mistral, Qwen, SmolLM3, OLMo 2, Phi-3; and Gemma's weights.
+"""HF configs and weight names of Llama and the decoders named alike: Mistral, Qwen, SmolLM3, OLMo, Phi-3.
 
-Gemma's configs are in `gemma`, GPT-2 and GPT-NeoX in `gpt_families`.
+The configs of Gemma are in `gemma`, GPT-2 and GPT-NeoX in `gpt_families`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ _LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
         {"max_position_embeddings": 32_768, "tie_word_embeddings": True, "num_key_value_heads": 4},
     ),
     "olmo2": ("Olmo2ForCausalLM", {"norm_eps": 1e-5}),
+    "olmo3": ("Olmo3ForCausalLM", {"norm_eps": 1e-5}),
+    "granite": ("GraniteForCausalLM", {}),
     "phi3": ("Phi3ForCausalLM", {"max_position_embeddings": 4096, "norm_eps": 1e-5}),
 }
 _LLAMA_FIELDS = hf_fields(
@@ -41,10 +43,14 @@ _LLAMA_FIELDS = hf_fields(
     *("max_position_embeddings", "tie_word_embeddings"),
     rms_norm_eps="norm_eps",
 )
-# Fields of some families, by our names.
-_ATTENTION_BIAS = ("llama", "qwen3", "smollm3", "olmo2")
-_MLP_BIAS = ("llama", "smollm3")
-_NO_HEAD_DIM = ("olmo2", "phi3", "smollm3")
+_GRANITE_FIELDS = hf_fields(
+    *("attention_multiplier", "residual_multiplier", "logits_scaling"), embedding_multiplier="embedding_scale"
+)
+# Families that have a field.
+_ATTENTION_BIAS = ("llama", "qwen3", "smollm3", "olmo2", "olmo3", "granite")
+_MLP_BIAS = ("llama", "smollm3", "granite")
+_NO_HEAD_DIM = ("olmo2", "olmo3", "phi3", "smollm3", "granite")
+_WINDOWS = ("mistral", "ministral", "qwen2", "qwen3", "smollm3", "olmo3", "phi3")
 
 
 def read_llama(config: Mapping[str, Any]) -> DecoderConfig:
@@ -55,12 +61,19 @@ def read_llama(config: Mapping[str, Any]) -> DecoderConfig:
     fields = read_decoder_fields(config, _LLAMA_FIELDS, _LLAMAS[kind][1])
     options: dict[str, Any] = {}
     if kind == "phi3":
-        options, config = _phi3_options(config)
-    elif kind == "olmo2":
+        options = _phi3_options(config)
+    elif kind in ("olmo2", "olmo3"):
         options = {"norm_placement": "post", "qk_norm": True, "qk_norm_whole": True}
     elif kind == "smollm3":
         options = {"no_rope_layers": _no_rope_layers(config)}
-    if kind != "phi3":
+    elif kind == "granite":
+        options = {own: config.get(name, 1.0) for name, own in _GRANITE_FIELDS.items()}
+    if kind == "olmo3":
+        if config.get("rope_parameters") is None:
+            # Versions of transformers differ in whether it is also that of layers with a window.
+            refuse_unsupported(config, {"rope_theta": 500_000.0})
+        options |= read_layer_ropes(config, 500_000.0, 500_000.0)
+    elif kind != "phi3":
         options["rope"] = read_rope(config, theta=2_000_000.0 if kind == "smollm3" else 10_000.0)
     return DecoderConfig(
         **fields,
@@ -83,20 +96,19 @@ def read_decoder_fields(
     return fields
 
 
-def _phi3_options(config: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any]]:
+def _phi3_options(config: Mapping[str, Any]) -> dict[str, Any]:
     refuse_unsupported(config, {"embd_pdrop": 0.0})
     config = {"original_max_position_embeddings": 4096, "max_position_embeddings": 4096, **config}
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = rope.get("rope_type") or rope.get("type")
     if kind in ("su", "yarn"):  # earlier names
         rope["rope_type"] = "longrope"
-    options = {
+    return {
         "fused_qkv": True,
         "fused_gate_up": True,
         "hidden_dropout": config.get("resid_pdrop") or 0.0,
         "rope": read_rope({**config, "rope_parameters": rope}, partial=1.0),
     }
-    return options, config
 
 
 def _no_rope_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -110,7 +122,7 @@ def _no_rope_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
 def _windows(config: Mapping[str, Any], no_rope_layers: Sequence[int] | None) -> dict[str, Any]:
     """``sliding_window`` and ``layer_types``, if any layer has a window."""
     kind, count = config["model_type"], config["num_hidden_layers"]
-    if kind in ("llama", "olmo2"):
+    if kind not in _WINDOWS:
         return {}
     window, types = config.get("sliding_window", None if kind in ("phi3", "smollm3") else 4096), None
     if kind.startswith("qwen") or kind == "smollm3":
@@ -121,30 +133,48 @@ def _windows(config: Mapping[str, Any], no_rope_layers: Sequence[int] | None) ->
         types = [FULL if number < config.get("max_window_layers", 28) else SLIDING for number in range(count)]
     elif types is None and window is not None and kind == "smollm3":
         types = [FULL if used else SLIDING for used in no_rope_layers or [1] * count]
+    elif types is None and kind == "olmo3":
+        types = [SLIDING if (number + 1) % 4 else FULL for number in range(count)]
     return read_windows(window, types, count)
 
 
 def read_windows(window: int | None, types: Sequence[str] | None, count: int) -> dict[str, Any]:
     """The fields of a `DecoderConfig`; `layer_types` only where they differ."""
-    if types is None:
+    if types is None or (list(types) == [SLIDING] * count and window is not None):
         return {"sliding_window": window}
-    kinds = set(types[:count])
-    if not kinds <= {SLIDING, FULL} or len(types) < count:
-        do = "The JAX models support no other kinds of layers."
-        raise BadArgument(expected(f"layer_types of {count} layers, each {SLIDING!r} or {FULL!r}", list(types), do))
-    if SLIDING in kinds and window is None:
-        do = "Without it these layers have no meaning (for Qwen and SmolLM3 it also needs use_sliding_window)."
-        raise BadArgument(expected(f"a sliding_window, since layer_types has {SLIDING!r}", window, do))
-    if len(kinds) == 1:
-        return {"sliding_window": window if SLIDING in kinds else None}
+    if list(types) == [FULL] * count:
+        return {"sliding_window": None}
     return {"sliding_window": window, "layer_types": tuple(types[:count])}
+
+
+def read_layer_ropes(config: Mapping[str, Any], theta: float, local_theta: float) -> dict[str, Any]:
+    """Rotary embeddings per kind of layer; earlier versions of transformers scale those without a window only."""
+    given, positions = config.get("rope_parameters"), {"max_position_embeddings": config.get("max_position_embeddings")}
+    if given is None:
+        given = {FULL: config.get("rope_scaling")}
+    extra = sorted(set(given) - {SLIDING, FULL})
+    if extra:
+        raise BadArgument(expected(f"rope_parameters for {SLIDING!r} and {FULL!r}", extra))
+    for kind in given:
+        # transformers does not read it here.
+        refuse_unsupported(given[kind] or {}, {"truncate": True})
+    thetas = {FULL: config.get("rope_theta") or theta, SLIDING: local_theta}
+    rope, local = (
+        read_rope({**positions, "rope_parameters": given.get(kind)}, theta=thetas[kind]) for kind in (FULL, SLIDING)
+    )
+    return {"rope": rope, "local_rope": local}
+
+
+def write_layer_ropes(config: DecoderConfig) -> dict[str, Any]:
+    rope = config.rope or Rope()
+    return {FULL: write_rope(rope), SLIDING: write_rope(config.local_rope or rope)}
 
 
 def write_llama(config: DecoderConfig) -> dict[str, Any]:
     kind, rope = config.model_type, config.rope or Rope()
     written = {
         **write_decoder(config, _LLAMA_FIELDS, _LLAMAS[kind][0]),
-        "rope_parameters": write_rope(rope),
+        "rope_parameters": write_layer_ropes(config) if kind == "olmo3" else write_rope(rope),
         # Written even if None: transformers has a default for Mistral.
         "sliding_window": config.sliding_window,
     }
@@ -159,9 +189,11 @@ def write_llama(config: DecoderConfig) -> dict[str, Any]:
     if kind == "smollm3":
         written["use_sliding_window"] = config.sliding_window is not None
         written["no_rope_layers"] = list(config.no_rope_layers or [1] * config.num_hidden_layers)
+    if kind == "granite":
+        written |= {name: getattr(config, own) for name, own in _GRANITE_FIELDS.items()}
     if kind == "phi3":
         written |= {"original_max_position_embeddings": rope.original_positions, "resid_pdrop": config.hidden_dropout}
-    if config.layer_types is not None or kind in ("ministral", "smollm3"):
+    if config.layer_types is not None or kind in ("ministral", "smollm3", "olmo3"):
         written["layer_types"] = layer_types_of(config)
     return written
 

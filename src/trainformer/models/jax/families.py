@@ -1,6 +1,6 @@
 """`Family`: how HF checkpoints of a model type map to our models (config, weight names, axes).
 
-The families themselves are in `decoder_families` and in the files of the other models.
+The families themselves are in `decoder_families`, `gemma`, `gpt_families`, and in the files of the other models.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ _FAMILIES = {
     "qwen3": ("decoder_families", "LLAMA"),
     "smollm3": ("decoder_families", "LLAMA"),
     "olmo2": ("decoder_families", "LLAMA"),
+    "olmo3": ("decoder_families", "LLAMA"),
+    "granite": ("decoder_families", "LLAMA"),
     "phi3": ("decoder_families", "LLAMA"),
     "gemma": ("gemma", "GEMMA"),
     "gemma2": ("gemma", "GEMMA"),

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from trainformer.core.errors import BadArgument, expected
 from trainformer.models.jax.block import FULL, SLIDING
 from trainformer.models.jax.decoder import DecoderConfig
 from trainformer.models.jax.decoder_families import (
     LLAMA,
     layer_types_of,
     read_decoder_fields,
+    read_layer_ropes,
     read_windows,
     write_decoder,
+    write_layer_ropes,
 )
 from trainformer.models.jax.families import hf_fields, refuse_unsupported
 from trainformer.models.jax.rope import Rope, read_rope, write_rope
@@ -65,16 +66,19 @@ def read_gemma(config: Mapping[str, Any]) -> DecoderConfig:
         # The files of the first release say "gelu" and mean its approximation.
         act = "gelu_pytorch_tanh" if fields["hidden_act"] == "gelu" else fields["hidden_act"]
         return DecoderConfig(**{**fields, "hidden_act": act}, **shared, rope=read_rope(config))
-    ropes = {"rope": read_rope(config)} if kind == "gemma2" else _gemma3_ropes(config)
-    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0} if kind == "gemma2" else {}
-    if kind == "gemma3_text":
+    caps: dict[str, float] = {}
+    ropes: dict[str, Any] = {}
+    if kind == "gemma2":
+        caps, ropes = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, {"rope": read_rope(config)}
+    else:
         refuse_unsupported(config, {"attn_logit_softcapping": None})
+        ropes = read_layer_ropes(config, 1_000_000.0, config.get("rope_local_base_freq") or 10_000.0)
     count, window = fields["num_hidden_layers"], config.get("sliding_window", 4096)
     types = config.get("layer_types")
     if types is None:
         every = 2 if kind == "gemma2" else config.get("sliding_window_pattern", 6)
         types = [SLIDING if (number + 1) % every else FULL for number in range(count)]
-    made = DecoderConfig(
+    return DecoderConfig(
         **fields,
         **shared,
         **ropes,
@@ -84,27 +88,6 @@ def read_gemma(config: Mapping[str, Any]) -> DecoderConfig:
         norm_placement="both",
         qk_norm=kind == "gemma3_text",
     )
-    return made
-
-
-def _gemma3_ropes(config: Mapping[str, Any]) -> dict[str, Rope]:
-    """transformers 5 writes ``rope_parameters`` per kind of layer; earlier versions scale the whole context only."""
-    given = config.get("rope_parameters")
-    if given is None:
-        local = {"rope_theta": config.get("rope_local_base_freq")}
-        return {"rope": read_rope(config, theta=1_000_000.0), "local_rope": read_rope(local)}
-    extra = sorted(set(given) - {SLIDING, FULL})
-    if extra:
-        raise BadArgument(expected(f"rope_parameters for {SLIDING!r} and {FULL!r}", extra))
-    positions = {"max_position_embeddings": config.get("max_position_embeddings", 131_072)}
-    thetas = {
-        FULL: config.get("rope_theta") or 1_000_000.0,
-        SLIDING: config.get("rope_local_base_freq") or 10_000.0,
-    }
-    whole, local = (
-        read_rope({**positions, "rope_parameters": given.get(kind)}, theta=thetas[kind]) for kind in (FULL, SLIDING)
-    )
-    return {"rope": whole, "local_rope": local}
 
 
 def write_gemma(config: DecoderConfig) -> dict[str, Any]:
@@ -117,8 +100,7 @@ def write_gemma(config: DecoderConfig) -> dict[str, Any]:
     if kind == "gemma":
         return written
     if kind == "gemma3_text":
-        local = write_rope(config.local_rope or rope)
-        written["rope_parameters"] = {FULL: write_rope(rope), SLIDING: local}
+        written["rope_parameters"] = write_layer_ropes(config)
     return {
         **written,
         **{name: getattr(config, name) for name in (*_CAPS, "query_pre_attn_scalar", "sliding_window")},

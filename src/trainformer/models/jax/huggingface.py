@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,7 @@ def save_model(
     if unknown:
         what = f"the parameters of this {type(model).__name__}"
         raise BadArgument(expected(what, f"missing or unknown ones: {unknown[:4]}"))
+    _check_fields(config, family)
     target, first = Path(folder), jax.process_index() == 0
     options = {} if largest_shard is None else {"largest": largest_shard}
     if first:
@@ -194,6 +195,28 @@ def check_family(config: Any) -> None:
         what = f"a configuration with the parameters of {kind!r}"
         do = f"Pass model_from_config({{'model_type': {kind!r}, ...}}), which reads a config.json."
         raise BadArgument(expected(what, f"one that differs in {', '.join(unknown[:4])}{more}", do))
+    _check_fields(config, family)
+
+
+# Fields without influence on the logits, and those that `layer_kinds`, `kv_heads` and `head_width` stand for.
+_NOT_COMPARED = (
+    *("source", "model_type", "initializer_range", "embedding_dropout", "attention_dropout", "hidden_dropout"),
+    *("num_key_value_heads", "head_dim", "sliding_window", "layer_types", "no_rope_layers", "local_rope"),
+)
+
+
+def _check_fields(config: Any, family: Family) -> None:
+    """Raise if a decoder's config has options that HF configs of its `model_type` cannot express."""
+    if not hasattr(config, "ropes"):
+        return
+    again = family.read_config(decode_json(json.dumps(family.write_config(config))))
+    names = [item.name for item in fields(config) if item.name not in _NOT_COMPARED]
+    names += ["layer_kinds", "kv_heads", "head_width", "ropes"]
+    lost = [name for name in names if getattr(config, name) != getattr(again, name)]
+    if lost:
+        what = f"a configuration that a config.json of {config.model_type!r} can describe"
+        received = ", ".join(f"{name}={getattr(config, name)}" for name in lost[:4])
+        raise BadArgument(expected(what, received, "The saved model would give other logits; change the model_type."))
 
 
 def _hf_weights(table: Sequence[Weight], flat: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:

@@ -164,8 +164,8 @@ def _yarn_options(config: Mapping[str, Any], given: Mapping[str, Any], original:
 
     attention = given.get("attention_factor")
     if attention is None:
-        weights = given.get("mscale"), given.get("mscale_all_dim")
-        attention = growth(weights[0]) / growth(weights[1]) if all(weights) else growth(1.0)
+        upper, lower = given.get("mscale"), given.get("mscale_all_dim")
+        attention = growth(upper) / growth(lower) if upper and lower else growth(1.0)
     return {
         "factor": factor,
         "attention_factor": float(attention),
