@@ -46,7 +46,6 @@ from trainformer.core.types import HostBatch
 from trainformer.jax import BaseTrainer, TrainerConfigureDataloaderOutput, TrainingArguments
 from trainformer.losses.jax import row_sums
 from trainformer.models.jax import Decoder, DecoderConfig
-from trainformer.run import run_of
 
 BATCHES = 16  # different ones, over and over
 SAME = 0.02  # how far the losses of contestants may be apart at the end: bf16 sums in another order

@@ -46,7 +46,8 @@ PUBLIC = {
     "trainformer.mini": "BaseHook BaseTrainer CheckpointingHook CudaMaxMemoryHook EmaHook ImageFileLoggerHook "
     "LoggingHook LossNoneWarning NonFiniteGradients ProgressHook WandbHook key_average map_nested_tensor",
     "trainformer.jax": "AutoEasyDeLModelForCausalLM BaseTrainer BaseTrainerProtocol DPOConfig DPOTrainer "
-    "EasyDeLOptimizers EasyDeLSchedulers EasyDeLState ImageClassificationTrainer LoRAConfig ORPOConfig ORPOTrainer "
+    "DistillationConfig DistillationTrainer EasyDeLOptimizers EasyDeLSchedulers EasyDeLState "
+    "ImageClassificationTrainer KTOConfig KTOTrainer LoRAConfig ORPOConfig ORPOTrainer RewardConfig RewardTrainer "
     "SFTConfig SFTTrainer TrainState Trainer TrainerConfigureDataloaderOutput TrainerConfigureFunctionOutput "
     "TrainerConfigureModelOutput TrainingArguments",
     "trainformer.config": "Call Config ConfigList ConfigTuple Place Project REGISTRY Registry Var build_from_cfg "

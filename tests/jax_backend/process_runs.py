@@ -16,20 +16,47 @@ from pathlib import Path
 from forking import SERVER
 
 DEVICES = 4  # over all processes
+LOWEST_PORT = 65535 - 2**12 + 1  # of those that jax derives from job IDs
 
 
-def start(folder, processes, kind="plain", **options):
+def launched_by(launcher, port, number, processes):
+    """The environment of a process that a launcher has started on this machine. Its port is derived from a job ID."""
+    if launcher == "slurm":
+        names = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+        values = (processes, processes, number, number)
+        step = {"SLURM_JOB_ID": str(port - LOWEST_PORT), "SLURM_STEP_NODELIST": "localhost"}
+        return step | {name: str(value) for name, value in zip(names, values, strict=True)}
+    if launcher in ("ompi", "ompi5"):
+        names = ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")
+        values = (processes, number, number, processes)
+        job = {"OMPI_MCA_orte_hnp_uri": f"{(port - LOWEST_PORT) * 2**12}.0;tcp://127.0.0.1:34911"}
+        job = job if launcher == "ompi" else {}
+        return job | {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in zip(names, values, strict=True)}
+    own = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(processes)}
+    return own | {"JAX_PROCESS_ID": str(number)}
+
+
+def free_port(launcher):
+    """One that nothing listens on; launchers have those from `LOWEST_PORT` on."""
+    for port in range(LOWEST_PORT + os.getpid() % 4000, 65535) if launcher else (0,):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return probe.getsockname()[1]
+    raise OSError("no free port")
+
+
+def start(folder, processes, kind="plain", launcher=None, **options):
     """Start the processes of a run, each with an equal share of the devices and its output in a file."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port(launcher)
     started = []
     for number in range(processes):
         devices = f"--xla_force_host_platform_device_count={DEVICES // processes}"  # the last flag wins
         own = {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {devices}", "JAX_PLATFORMS": "cpu"}
         if processes > 1:
-            own |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(processes)}
-            own["JAX_PROCESS_ID"] = str(number)
+            own |= launched_by(launcher, port, number, processes)
         process = SERVER.Process(target=main, args=(folder, kind, options, own, folder / f"output-{number}.txt"))
         process.start()
         started.append(process)
@@ -72,6 +99,8 @@ def train(folder: Path, kind: str, options: dict) -> None:
     kinds = {"mean": jax_toys.MeanTrainer, "tokens": jax_toys.TokenTrainer, "rows": rows_trainer()}
     chosen = kinds[options.pop("trainer", "mean")]
     data, waits = options.pop("rows", 64), options.pop("waits", 0.0)
+    if held := options.pop("held", None):
+        hold_write(folder, *held)
     is_text = chosen is jax_toys.TokenTrainer
     # A dropout mask depends on the position of a row, which padding changes.
     dropout = 0.1 if chosen is jax_toys.MeanTrainer else 0.0
@@ -82,7 +111,7 @@ def train(folder: Path, kind: str, options: dict) -> None:
         model=jax_toys.llama if is_text else lambda rngs: jax_toys.Mlp(rngs, rate=dropout),
         dataset_train=make(data),
         dataset_eval=make(24, seed=1),
-        callbacks=[SlowSteps(folder, waits)] if waits else [],
+        callbacks=[SlowSteps(folder, waits)] if waits or held else [],
     )
     state = trainer.train()
     if kind == "pretrained":
@@ -111,15 +140,31 @@ def rows_trainer():
 
 
 class SlowSteps:
-    """Gives a test time to send a signal, and reports step 3."""
+    """Gives a test time to send a signal, and reports each step."""
 
     def __init__(self, folder, seconds):
         self.folder, self.seconds = folder, seconds
 
     def on_step_end(self, trainer, step, loss):
-        if step == 3:
-            (self.folder / f"at-step-3.{trainer.processes.rank}").touch()
+        (self.folder / f"at-step-{step}.{trainer.processes.rank}").touch()
         time.sleep(self.seconds)
+
+
+def hold_write(folder, step, later):
+    """The state of a step is written only after a later step has been trained."""
+    from trainformer.checkpointing.jax_files import PendingWrite
+
+    finish = PendingWrite.finish
+
+    def hold(self):
+        if f"step_{step:08d}" in str(self._folder):
+            deadline = time.monotonic() + 200
+            while not (folder / f"at-step-{later}.1").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            (folder / f"held-{step}").touch()
+        return finish(self)
+
+    PendingWrite.finish = hold
 
 
 def exchange(folder: Path, kind: str, options: dict) -> None:

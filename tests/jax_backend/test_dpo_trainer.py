@@ -5,7 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from text_trainer_toys import batch_of, devices, furthest_weight, make_folder, torch_run, trainer_of
+from step_zero import ON_TORCH, ONE_STEP, assert_same_gradients, assert_same_metrics, metrics_of
+from text_trainer_toys import (
+    batch_of,
+    devices,
+    furthest_weight,
+    make_folder,
+    save_changed,
+    torch_run,
+    trainer_of,
+)
 from transformers import AutoModelForCausalLM
 
 import text_toys as toys
@@ -26,14 +35,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def other(folder, tmp_path_factory):
     """Another model of the same shape."""
-    made = tmp_path_factory.mktemp("other")
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(0.02 * torch.randn_like(weight))
-    model.save_pretrained(made)
-    return made
+    return save_changed(folder, tmp_path_factory.mktemp("other"))
 
 
 def dpo(folder, where, data=PAIRS, **given):
@@ -76,6 +78,35 @@ def test_other_losses_and_references_match_torch(folder, other, tmp_path, loss):
         for some in (PAIRS[:10], PAIRS[10:])]  # fmt: skip
     for name, value in mine.eval().items():
         assert (10 * parts[0][name] + 6 * parts[1][name]) / 16 == pytest.approx(value, abs=1e-5)
+
+
+SUMS = {
+    "supervised": {
+        "loss": ["apo_zero", "nca_pair", "bco_pair", "sppo_hard", "sft"],
+        "loss_weights": [1, 2, 0.5, 0.1, 1],
+    },
+    "smoothed": {"loss": ["robust", "exo_pair", "sigmoid"], "label_smoothing": 0.1, "f_divergence": "alpha_divergence"},
+    "others": {"loss": ["sigmoid_norm", "apo_down", "discopop", "hinge"], "beta": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_the_first_step_with_several_losses_is_that_of_torch(folder, other, tmp_path, name):
+    given = dict(SUMS[name])
+    task = DPO(str(folder), max_length=32, cache_dir=tmp_path / "t", reference=str(other), **given)
+    theirs = torch_run(task, PAIRS, tmp_path / "torch", **ON_TORCH)
+    if "f_divergence" in given:
+        given["f_divergence_type"] = given.pop("f_divergence")
+    given["loss_type"] = given.pop("loss")
+    sizes = {"gradient_accumulation_steps": 2} if name == "supervised" else {}
+    options = {"reference_model": other, "eval_dataset": PAIRS}
+    mine = dpo(folder, tmp_path, **ONE_STEP, **sizes, **given, options=options)
+    state = mine.train()
+    assert_same_metrics(metrics_of(mine), metrics_of(theirs))
+    assert_same_gradients(state, folder, theirs.task.model)
+    if name == "supervised":
+        assert "nll_loss" in metrics_of(mine)
+        check_against_torch(mine.eval(), theirs.evaluate())
 
 
 def test_reference_scores_are_log_probabilities_of_single_answers(folder, other, tmp_path):
@@ -155,6 +186,11 @@ def test_invalid_arguments_are_refused(folder, tmp_path):
         ({"label_smoothing": 0.1, "loss_type": "ipo"}, "which does not support it"),
         ({"packing": True}, "packing=False"),
         ({"truncation": "split"}, "truncate"),
+        ({"loss_type": "exo_pair"}, "label_smoothing above 0"),
+        ({"loss_type": ["sigmoid", "simpo"]}, "'simpo' to be the only"),
+        ({"loss_type": ["sft"]}, "loss_type to be one of"),
+        ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "one number for each"),
+        ({"loss_type": "ipo", "f_divergence_type": "forward_kl"}, "f_divergence_type='reverse_kl' with 'ipo'"),
     ):
         with pytest.raises(BadArgument, match=words):
             DPOConfig(**wrong)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 from process_runs import exit_codes, start
 
-from trainformer.backends.jax.processes import distributed_options, process_group_on, process_shard
+from trainformer.backends.jax.clusters import distributed_options
+from trainformer.backends.jax.processes import process_group_on, process_shard
 from trainformer.backends.jax.sharding import make_mesh
 from trainformer.core.errors import BadArgument
 from trainformer.data.sharding import WHOLE
@@ -47,8 +49,9 @@ def single_process(tmp_path_factory):
 # -- collectives ----------------------------------------------------------------------------------------
 
 
-def test_collectives_of_the_process_group(tmp_path):
-    assert exit_codes(start(tmp_path, 2, "exchange"), tmp_path) == [0, 0]
+@pytest.mark.parametrize("launcher", [None, "slurm", pytest.param("ompi", marks=pytest.mark.slow)])
+def test_collectives_of_the_process_group(tmp_path, launcher):
+    assert exit_codes(start(tmp_path, 2, "exchange", launcher), tmp_path) == [0, 0]
     results = [json.loads((tmp_path / f"results.{rank}.json").read_text()) for rank in range(2)]
     failures, rows = [one.pop("failure") for one in results], [one.pop("rows") for one in results]
     assert results[0] == results[1]
@@ -74,6 +77,58 @@ def test_a_single_process_unless_the_environment_describes_several():
     assert distributed_options({"JAX_COORDINATOR_ADDRESS": "host:1"}) == {}  # jax detects the rest on known clusters
     with pytest.raises(BadArgument, match="JAX_PROCESS_ID to be an integer, received 'one'"):
         distributed_options({"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_PROCESS_ID": "one"})
+
+
+TASK = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_NODEID": "1"}
+STEP = {**TASK, "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_GPUS_ON_NODE": "8"}
+RANKS = {"SIZE": "4", "RANK": "2", "LOCAL_SIZE": "1", "LOCAL_RANK": "0"}
+MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in RANKS.items()}
+COORDINATOR = {"JAX_COORDINATOR_ADDRESS": "host:1"}
+
+
+def own(count):
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
+
+
+@pytest.mark.parametrize(
+    ("environment", "options"),
+    [
+        # One process, though a cluster is around it.
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, None),  # in sbatch
+        ({**STEP, "SLURM_STEP_NUM_TASKS": "1"}, None),  # srun --pty bash
+        ({**MPI, "OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}, None),  # perhaps of a sweep
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "JAX_PLATFORMS": "cpu"}, None),
+        ({"MEGASCALE_NUM_SLICES": "1"}, None),
+        # Several, and the share of each of the GPUs of its machine.
+        ({**STEP, **own(8)}, {"num_processes": 4, "process_id": 3, "local_device_ids": [4, 5, 6, 7]}),
+        ({**STEP, **own(4)}, {"num_processes": 4, "process_id": 3, "local_device_ids": [0, 1, 2, 3]}),  # bound to it
+        ({**STEP, **own(1)}, {"num_processes": 4, "process_id": 3, "local_device_ids": [0]}),
+        (
+            {**STEP, **own(8), "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_LOCALID": "0"},
+            {"num_processes": 4, "process_id": 3, "local_device_ids": [0, 1, 2, 3, 4, 5, 6, 7]},
+        ),
+        ({**STEP, **own(8), "JAX_LOCAL_DEVICE_IDS": "0"}, {"num_processes": 4, "process_id": 3}),
+        ({**MPI, **own(2)}, {"num_processes": 4, "process_id": 2, "local_device_ids": [0, 1]}),
+        ({"TPU_PROCESS_ADDRESSES": "a:8471,b:8471", "TPU_WORKER_ID": "1"}, {}),
+        ({"MEGASCALE_NUM_SLICES": "2", "TPU_WORKER_HOSTNAMES": "a"}, {}),
+        # A coordinator of the user's, with what the launcher says.
+        (
+            {**COORDINATOR, "JAX_NUM_PROCESSES": "2", "JOB_COMPLETION_INDEX": "1"},
+            {"num_processes": 2, "process_id": 1, "cluster_detection_method": "deactivate"},
+        ),
+        ({**COORDINATOR, **MPI, **own(2)}, {"num_processes": 4, "process_id": 2, "local_device_ids": [0, 1]}),
+    ],
+)
+def test_several_processes_are_assumed_where_a_launcher_has_started_them(environment, options):
+    assert distributed_options(environment) == options
+
+
+@pytest.mark.slow
+def test_a_launcher_that_jax_cannot_connect_is_explained(tmp_path):
+    assert exit_codes(start(tmp_path, 2, "exchange", "ompi5"), tmp_path) == [1, 1]
+    assert "Set JAX_COORDINATOR_ADDRESS=first-host:port" in (tmp_path / "output-1.txt").read_text()
 
 
 # -- same results ------------------------------------------------------------------------------------------
@@ -138,3 +193,43 @@ def test_a_signal_to_one_process_stops_all_and_saves(tmp_path, single_process):
     first, second = run(tmp_path, 2, save_strategy="no", save_async=True, **TEXTS)
     assert_same(first, single_process)
     assert_same(second, single_process)
+
+
+@pytest.mark.slow
+def test_asynchronous_saves_do_not_hold_up_the_loop(tmp_path, single_process):
+    """The write of step 4 ends after step 6 has been trained, and is a checkpoint that others resume from."""
+    options = {**TEXTS, "save_async": True, "save_steps": 4}
+    first, second = run(tmp_path, 2, **options, held=(4, 6), max_steps=7)
+    assert (tmp_path / "held-4").exists()
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert kept == ["step_00000004", "step_00000007"]
+    assert_same(first, second)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / kept[1])
+    resumed, _ = run(tmp_path, 2, "resumed", **options, max_steps=7)
+    for name, value in first.items():  # bitwise: what was written is the state of step 4, though training went on
+        np.testing.assert_array_equal(value, resumed[name], err_msg=name)
+    whole, _ = run(tmp_path, 2, "whole", **options)
+    assert_same(whole, single_process)
+
+
+@pytest.mark.slow
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before_it(tmp_path):
+    options = {**TEXTS, "save_async": True, "save_steps": 2}
+    wanted, _ = run(tmp_path / "whole", 2, **options, max_steps=6)
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    started = start(folder, 2, **options, held=(4, 100))  # never, as the run has 12 steps
+    deadline = time.monotonic() + 200
+    while not all((folder / f"at-step-5.{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        assert all(process.is_alive() for process in started)
+        time.sleep(0.02)
+    for process in started:
+        os.kill(process.pid, signal.SIGKILL)
+    assert exit_codes(started, folder) == [-signal.SIGKILL] * 2
+    checkpoints = folder / "run" / "checkpoints"
+    assert [path.name for path in checkpoints.glob("step_*")] == ["step_00000002"]
+    assert list(checkpoints.glob(".writing-step_00000004-*"))
+    found, _ = run(folder, 2, **options, max_steps=6)
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(value, found[name], err_msg=name)

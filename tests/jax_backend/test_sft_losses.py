@@ -10,7 +10,17 @@ from trainformer.core.errors import BadArgument
 from trainformer.losses import preference as on_torch
 from trainformer.losses import tokens as tokens_on_torch
 from trainformer.losses.jax import row_sums
-from trainformer.losses.jax_preference import dpo_loss, orpo_loss, preference_rewards, simpo_loss
+from trainformer.losses.jax_preference import (
+    DIVERGENCES,
+    KTO_VARIANTS,
+    VARIANTS,
+    dpo_loss,
+    kto_loss,
+    orpo_loss,
+    preference_rewards,
+    reward_model_loss,
+    simpo_loss,
+)
 
 ROWS, LENGTH, WIDTH, WORDS = 3, 7, 5, 11
 
@@ -91,19 +101,21 @@ def test_preference_losses_match_torch():
     values = -rng.uniform(0.01, 6, (4, 16)).astype(np.float32)
     values[:2, 0] = -1e-9  # a certain answer
 
-    kinds = {
-        **{v: (lambda p, r, v=v: dpo_loss(p, r, 0.3, variant=v)) for v in ("sigmoid", "hinge", "ipo")},
-        "smoothed": lambda p, r: dpo_loss(p, r, 0.3, label_smoothing=0.2),
-        "orpo": lambda p, r: orpo_loss(p, 0.3),
-        "simpo": lambda p, r: simpo_loss(p, 2.0, 0.7, label_smoothing=0.1),
+    options = {
+        **{variant: {"variant": variant} for variant in VARIANTS if variant != "exo_pair"},
+        "exo_pair": {"variant": "exo_pair", "label_smoothing": 0.01},
+        "robust smoothed": {"variant": "robust", "label_smoothing": 0.2},
+        "smoothed": {"label_smoothing": 0.2},
+        **{divergence: {"f_divergence": divergence} for divergence in DIVERGENCES},
     }
+    kinds = {name: (lambda p, r, o=given: dpo_loss(p, r, 0.3, **o)) for name, given in options.items()}
+    kinds["orpo"] = lambda p, r: orpo_loss(p, 0.3)
+    kinds["simpo"] = lambda p, r: simpo_loss(p, 2.0, 0.7, label_smoothing=0.1)
     theirs = {
-        **{v: (lambda *g, v=v: on_torch.dpo_loss(*g, 0.3, variant=v, reduction="none")) for v in ("sigmoid", "hinge")},
-        "ipo": lambda *g: on_torch.dpo_loss(*g, 0.3, variant="ipo", reduction="none"),
-        "smoothed": lambda *g: on_torch.dpo_loss(*g, 0.3, label_smoothing=0.2, reduction="none"),
-        "orpo": lambda c, r, *_: on_torch.orpo_loss(c, r, 0.3, reduction="none"),
-        "simpo": lambda c, r, *_: on_torch.simpo_loss(c, r, 2.0, 0.7, label_smoothing=0.1, reduction="none"),
+        name: (lambda *g, o=given: on_torch.dpo_loss(*g, 0.3, **o, reduction="none")) for name, given in options.items()
     }
+    theirs["orpo"] = lambda c, r, *_: on_torch.orpo_loss(c, r, 0.3, reduction="none")
+    theirs["simpo"] = lambda c, r, *_: on_torch.simpo_loss(c, r, 2.0, 0.7, label_smoothing=0.1, reduction="none")
     assert kinds.keys() == theirs.keys()
     for name, mine in kinds.items():
         policy = [torch.tensor(row, requires_grad=True) for row in values[:2]]
@@ -119,6 +131,35 @@ def test_preference_losses_match_torch():
         np.testing.assert_allclose(found, wanted.detach().numpy(), rtol=1e-5, atol=1e-5, err_msg=name)
         for gradient, p in zip(gradients, policy, strict=True):
             np.testing.assert_allclose(gradient, p.grad.numpy(), rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_losses_of_single_answers_and_rewards_match_torch():
+    rng = np.random.default_rng(3)
+    policy, reference = -rng.uniform(0.01, 60, (2, 16)).astype(np.float32)
+    desirable, margin = rng.random(16) < 0.5, rng.random(16).astype(np.float32)
+    weights = {"desirable_weight": 0.7, "undesirable_weight": 1.3}
+    of_torch = torch.tensor(reference), torch.tensor(desirable), 0.4, 0.3
+    pairs = [
+        (
+            lambda p, v=v: kto_loss(p, reference, desirable, 0.4, 0.3, variant=v, **weights),
+            lambda p, v=v: on_torch.kto_loss(p, *of_torch, variant=v, **weights, reduction="none"),
+        )
+        for v in KTO_VARIANTS
+    ]
+    given = torch.tensor(reference), torch.tensor(margin)
+    pairs.append(
+        (
+            lambda p: reward_model_loss(p, reference, margin, center=0.1),
+            lambda p: on_torch.reward_model_loss(p, *given, center=0.1, reduction="none"),
+        )
+    )
+    for mine, theirs in pairs:
+        own = torch.tensor(policy, requires_grad=True)
+        wanted = theirs(own)
+        wanted.sum().backward()
+        np.testing.assert_allclose(mine(policy), wanted.detach().numpy(), rtol=1e-5, atol=1e-5)
+        gradient = jax.grad(lambda p, mine=mine: mine(p).sum())(policy)
+        np.testing.assert_allclose(gradient, own.grad.numpy(), rtol=1e-4, atol=1e-5)
 
 
 def test_rewards_match_torch():

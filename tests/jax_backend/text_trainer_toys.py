@@ -24,6 +24,18 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
+def save_changed(folder: Path, target: Path) -> Path:
+    """Another model of the same shape, with slightly different weights."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.02 * torch.randn_like(weight))
+    model.save_pretrained(target)
+    text_toys.chat_tokenizer().save_pretrained(target)
+    return target
+
+
 def pairs() -> list[dict[str, str]]:
     """Prompts and their completions."""
     return [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in text_toys.preferences()]

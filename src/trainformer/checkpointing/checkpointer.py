@@ -100,7 +100,7 @@ class Checkpointer:
             draft = None if self._process_group.is_single_process else self._multi_rank.begin(step)
             if self.asynchronous:
                 # Copy first: the next step changes these very tensors.
-                states = {c: self.files.snapshot(c, state) for c, state in states.items()}
+                states = {c: self.files.snapshot(c, state, draft) for c, state in states.items()}
                 self._writer.submit(lambda: self._write(states, manifest, draft, on_written))
             else:
                 self._write(states, manifest, draft, on_written)

@@ -84,8 +84,11 @@ class StateComponent:
 class StateFiles(Protocol):
     """How a framework stores components. Reading executes nothing; a full disk raises `OSError`."""
 
-    def snapshot(self, component: StateComponent, state: Any) -> Any:
-        """A copy that later steps do not change, for asynchronous saves."""
+    def snapshot(self, component: StateComponent, state: Any, folder: Path | None) -> Any:
+        """A copy that later steps do not change, for asynchronous saves.
+
+        With several ranks, `folder` is where `write` will be called for; writing may begin at once.
+        """
 
     def write(self, folder: Path, component: StateComponent, state: Any, process_group: ProcessGroup) -> list[str]:
         """Write a component, or this rank's shard of it; the names of its files inside the folder."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,17 +48,24 @@ class SavedArrays:
 class JaxFiles:
     """`StateFiles` for JAX."""
 
-    def snapshot(self, component: StateComponent, state: Any) -> Any:
+    def __init__(self) -> None:
+        self._begun = 0  # writes, which all processes begin in the same order
+
+    def snapshot(self, component: StateComponent, state: Any, folder: Path | None = None) -> Any:
         # On the host: the next step donates the memory of these arrays, and callbacks keep counting.
-        return snapshot(state) if component.format == "orbax" else copy.deepcopy(state)
+        if component.format != "orbax":
+            return copy.deepcopy(state)
+        if folder is None or jax.process_count() == 1:
+            return snapshot(state)
+        self._begun += 1
+        with _as_os_error(folder / component.key):
+            return PendingWrite(folder / component.key, state, f"{folder.name}-{self._begun}")
 
     def write(self, folder: Path, component: StateComponent, state: Any, process_group: Any) -> list[str]:
         if component.format != "orbax":
             return write_tree(folder, component.stem(process_group.rank), state)
-        try:
-            return write_state(folder / component.key, state)
-        except ValueError as error:  # tensorstore wraps the system's error (a full disk) in its own
-            raise OSError(f"writing {folder / component.key} failed: {error}") from error
+        with _as_os_error(folder / component.key):
+            return state.finish() if isinstance(state, PendingWrite) else write_state(folder / component.key, state)
 
     def read(self, folder: Path, names: list[str], format: str) -> Any:
         if format not in ("orbax", "tree", "json"):
@@ -117,6 +125,15 @@ def _shapes(state: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
 
 
+@contextmanager
+def _as_os_error(folder: Path) -> Iterator[None]:
+    """tensorstore wraps the system's error (a full disk) in its own; another process that fails is a timeout here."""
+    try:
+        yield
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        raise OSError(f"writing {folder} failed: {error}") from error
+
+
 class Snapshot(NamedTuple):
     """Arrays of a state by name, which no later step changes, and their dtypes and shapes."""
 
@@ -127,19 +144,45 @@ class Snapshot(NamedTuple):
 def snapshot(state: Any) -> Snapshot:
     """Copy a state so that it can be written while training continues; waits for the steps in flight.
 
-    The copy is in host memory. Where several processes share arrays, each device copies its shard instead.
+    The copy is in host memory.
     """
     leaves = _named(state)
     arrays = {name: _plain(leaf) for name, leaf in leaves.items()}
     for array in arrays.values():
-        if isinstance(array, jax.Array) and array.is_fully_addressable:
+        if isinstance(array, jax.Array):
             array.copy_to_host_async()
     # np.asarray would share the memory of a CPU device.
-    copies = {
-        name: jnp.copy(array) if isinstance(array, jax.Array) and not array.is_fully_addressable else np.array(array)
-        for name, array in arrays.items()
-    }
-    return Snapshot(copies, _kinds(leaves))
+    return Snapshot({name: np.array(array) for name, array in arrays.items()}, _kinds(leaves))
+
+
+class PendingWrite:
+    """A state that several processes write to a new folder in the background, each its shards, through orbax.
+
+    It is created on all processes in the main thread, and returns once the arrays are on the host. The rest
+    synchronises through jax's coordination service alone, so it may run beside training steps. `name` is one that no
+    other write of the run has.
+    """
+
+    def __init__(self, folder: Path, state: Any, name: str) -> None:
+        self._folder = Path(folder).absolute()
+        leaves = _named(state)
+        self._kinds = _kinds(leaves)
+        arrays = {name: _plain(leaf) for name, leaf in leaves.items()}
+        if jax.default_backend() == "cpu":  # where the host copy shares the memory that the next step donates
+            arrays = {name: jnp.copy(a) if isinstance(a, jax.Array) else a for name, a in arrays.items()}
+        names = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=name)
+        with root_logger_untouched():
+            self._writer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), multiprocessing_options=names)
+            self._writer.save(self._folder, args=ocp.args.PyTreeSave(_not_empty(arrays)))
+
+    def finish(self) -> list[str]:
+        """Wait until all processes have written. Returns the names of the files, on process 0."""
+        with root_logger_untouched():
+            try:
+                self._writer.wait_until_finished()
+            finally:
+                self._writer.close()
+        return _finish(self._folder, self._kinds)
 
 
 def write_state(folder: Path, state: Any) -> list[str]:
@@ -151,11 +194,20 @@ def write_state(folder: Path, state: Any) -> list[str]:
     if not isinstance(state, Snapshot):
         leaves = _named(state)
         state = Snapshot({name: _plain(leaf) for name, leaf in leaves.items()}, _kinds(leaves))
-    full = {name: array for name, array in state.arrays.items() if array.size}  # orbax refuses empty ones
     with root_logger_untouched(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(folder, args=ocp.args.PyTreeSave(full))
+        checkpointer.save(folder, args=ocp.args.PyTreeSave(_not_empty(state.arrays)))
+    return _finish(folder, state.kinds)
+
+
+def _not_empty(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Without empty arrays, which orbax refuses."""
+    return {name: array for name, array in arrays.items() if array.size}
+
+
+def _finish(folder: Path, kinds: Mapping[str, str]) -> list[str]:
+    """Add the index to what orbax has written; the names of all files, on process 0."""
     if jax.process_index() == 0:
-        (folder / INDEX).write_text(json.dumps({"format": 1, "leaves": state.kinds}, indent=1, sort_keys=True))
+        (folder / INDEX).write_text(json.dumps({"format": 1, "leaves": dict(kinds)}, indent=1, sort_keys=True))
         (folder / _COMMITTED).unlink(missing_ok=True)
     places = sorted(folder.rglob("*"))
     for place in (folder, *places):

@@ -125,7 +125,7 @@ class TorchFiles:
     def __init__(self, on_device: bool = False) -> None:
         self.on_device = on_device
 
-    def snapshot(self, component: StateComponent, state: Any) -> Any:
+    def snapshot(self, component: StateComponent, state: Any, folder: Path | None = None) -> Any:
         return cloned(state, to_host=self.on_device)
 
     def write(self, folder: Path, component: StateComponent, state: Any, process_group: Any) -> list[str]:

@@ -27,6 +27,8 @@ _lazy, __dir__, __all__ = lazy_exports(
         "trainformer.jax.sft": ["SFTConfig", "SFTTrainer"],
         "trainformer.jax.dpo": ["DPOConfig", "DPOTrainer", "ORPOConfig", "ORPOTrainer"],
         "trainformer.jax.kto": ["KTOConfig", "KTOTrainer"],
+        "trainformer.jax.reward": ["RewardConfig", "RewardTrainer"],
+        "trainformer.jax.distillation": ["DistillationConfig", "DistillationTrainer"],
         "trainformer.jax.image_classification": ["ImageClassificationTrainer"],
         "trainformer.backends.jax.state": ["EasyDeLState", "TrainState"],
     },

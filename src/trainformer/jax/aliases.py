@@ -188,7 +188,7 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "padding_value": ((None,), "Padding is masked, whatever its value."),
     "ref_model_mixup_alpha": ((0.9, 0.6), "The reference does not change: see sync_ref_model."),
     "ref_model_sync_steps": ((64, 512), "The reference does not change: see sync_ref_model."),
-    "rpo_alpha": ((None,), "Use loss_type='orpo', which adds the likelihood of the chosen answer."),
+    "rpo_alpha": ((None,), "Use loss_type=['sigmoid', 'sft'] with loss_weights=[1.0, rpo_alpha]."),
     "sync_ref_model": (
         (False,),
         "The reference is evaluated once, before training. Train for fewer steps, save the model and start a second "
@@ -302,6 +302,8 @@ _KEYWORDS = {
     "model_init": "model",
     "peft_config": "lora",
     "ref_model": "reference_model",
+    "student_model": "model",
+    "teacher": "teacher_model",
     "tokenizer": "processing_class",
     "train_data": "dataset_train",
 }

@@ -393,13 +393,17 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
         mesh, sizes = self.mesh, self.batch_sizes
         if self.masks_padding:
             return TrainerConfigureFunctionOutput(
-                JittedStep(train(sizes.accumulation), mesh, shardings, train=True),
-                JittedStep(evaluate, mesh, shardings, train=False),
+                self.jit_step(train(sizes.accumulation), shardings, train=True),
+                self.jit_step(evaluate, shardings, train=False),
             )
         return TrainerConfigureFunctionOutput(
             DynamicBatchStep(train, mesh, shardings, per_device=sizes.per_device, train=True),
             DynamicBatchStep(lambda _: evaluate, mesh, shardings, per_device=sizes.per_device, train=False),
         )
+
+    def jit_step(self, step: Callable[..., Any], shardings: Any, train: bool) -> JittedStep:
+        """A step that masks padding rows, jitted on the mesh."""
+        return JittedStep(step, self.mesh, shardings, train=train)
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 

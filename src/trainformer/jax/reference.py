@@ -47,10 +47,14 @@ class ScoredAnswers(StoreView):
 
 
 class ReferenceDigest:
-    """A callback that stores a digest of the reference model in every checkpoint and compares it on resume."""
+    """A callback that stores a digest of the reference model in every checkpoint and compares it on resume.
 
-    def __init__(self) -> None:
+    `what` is the frozen model, and `argument` the one it is passed as.
+    """
+
+    def __init__(self, what: str = "reference model", argument: str = "reference_model") -> None:
         self.digest: str | None = None
+        self.what, self.argument = what, argument
 
     def on_train_begin(self, trainer: Any) -> None:
         """Nothing to do, but a callback must handle at least one event."""
@@ -65,8 +69,8 @@ class ReferenceDigest:
         """Refuse to resume with another reference: it would silently change the loss."""
         if state.get("reference") != self.digest:
             raise DataError(
-                "Expected the reference model that the run started with, received another one. Pass the same model and "
-                "reference_model, with the weights they had; a model that was trained since then is a different one."
+                f"Expected the {self.what} that the run started with, received another one. Pass the same model and "
+                f"{self.argument}, with the weights they had; a model that was trained since then is a different one."
             )
 
 
@@ -138,10 +142,15 @@ class Scorer:
         if self._dtype != np.float32:
             set_compute_dtype(model, self._dtype)
         model.eval()
-        for _, layer in nnx.iter_graph(model):
-            if getattr(layer, "lora_a", None) is not None:
-                layer.lora_a = layer.lora_b = nnx.data(None)
-        return self._log_probs(model, batch)
+        return self._log_probs(without_adapter(model), batch)
+
+
+def without_adapter(model: Any) -> Any:
+    """The model with LoRA disabled, in place."""
+    for _, layer in nnx.iter_graph(model):
+        if getattr(layer, "lora_a", None) is not None:
+            layer.lora_a = layer.lora_b = nnx.data(None)
+    return model
 
 
 def _cached_scores(path: Path, count: int) -> np.ndarray | None:

@@ -110,6 +110,7 @@ class SFTTrainer(TextTrainer):
 
     arguments_type: ClassVar[type[TextArguments]] = SFTConfig
     masks_padding = True
+    has_router_loss = True
 
     def __init__(
         self,
@@ -121,10 +122,10 @@ class SFTTrainer(TextTrainer):
         **options: Any,
     ) -> None:
         self.formatting_func = formatting_func
-        arguments = SFTConfig.from_arguments(arguments)
-        if arguments.generation_interval is not None:
-            options["callbacks"] = [*(options.get("callbacks") or ()), Previews(arguments)]
-        super().__init__(arguments, model, processing_class, **options)
+        config: Any = self.arguments_type.from_arguments(arguments)
+        if config.generation_interval is not None:
+            options["callbacks"] = [*(options.get("callbacks") or ()), Previews(config)]
+        super().__init__(config, model, processing_class, **options)
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         """Tokenised once, or on the fly for a stream; packed into full sequences with `packing`."""

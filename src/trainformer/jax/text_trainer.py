@@ -39,8 +39,7 @@ from trainformer.models.jax.lora import apply_lora, load_lora, merge_lora, save_
 _DEFAULT_LENGTH = 2048  # tokens, unless the user or the model asks for fewer
 _LENGTH_MULTIPLE = 64  # batch lengths are rounded up to it, to suit the hardware
 _MAX_LOGITS = 1 << 28  # elements that a device holds at once, 1 GiB in float32
-_POSITION_INPUTS = ("position_ids", "segment_ids")
-_INPUTS = ("input_ids", *_POSITION_INPUTS)
+POSITION_INPUTS = ("position_ids", "segment_ids")
 
 
 @dataclass(kw_only=True)
@@ -128,6 +127,8 @@ class TextTrainer(BaseTrainer):
 
     arguments_type: ClassVar[type[TextArguments]] = TextArguments
     arguments: Any
+    #: Whether `compute_loss` adds the router losses of a mixture of experts; if not, their arguments are refused.
+    has_router_loss = False
 
     def __init__(
         self,
@@ -147,11 +148,11 @@ class TextTrainer(BaseTrainer):
         self.base_folder = str(model) if isinstance(model, (str, Path)) else None
         self._frozen: list[str] = []
         self._adapted: Any = None
+        self.text = _tokenizer(processing_class, self.base_folder)
         if model_state is None:
             model = self.load_model(model)
         elif self.lora is not None:
             raise BadArgument("Expected lora or model_state, received both. A model_state includes its adapter.")
-        self.text = _tokenizer(processing_class, self.base_folder)
         self._inspect_model(model_state.model if model_state is not None else model)
         self._longest = 0  # tokens of the longest sequence
         self.router: RouterLoss | None = None
@@ -181,8 +182,7 @@ class TextTrainer(BaseTrainer):
         if model is not None and model is self._adapted:
             return model
         if isinstance(model, DecoderConfig):
-            check_family(model)
-            model = partial(_build_decoder, model)
+            model = self.build_decoder(model)
         model, lora, seed = super().load_model(model), self.lora, self.arguments.seed
         if lora is not None and isinstance(model, nnx.Module):
             self._frozen = [lora.apply(model, seed)]
@@ -198,6 +198,11 @@ class TextTrainer(BaseTrainer):
             nnx.eval_shape(lambda: adapted(nnx.Rngs(0)))  # the frozen pattern is needed before the weights
         self._adapted = model
         return model
+
+    def build_decoder(self, config: DecoderConfig) -> Callable[[nnx.Rngs], Decoder]:
+        """A function that builds the model of a config with random weights."""
+        check_family(config)
+        return partial(_build_decoder, config)
 
     def frozen_patterns(self) -> list[str]:
         return [*super().frozen_patterns(), *self._frozen]
@@ -252,7 +257,8 @@ class TextTrainer(BaseTrainer):
         return None if self.text is None else self.text.pad_token_id
 
     def configure_functions(self) -> TrainerConfigureFunctionOutput:
-        self.router = RouterLoss.of(self.arguments, self._config, self.batch_sizes.accumulation)
+        config = self._config if self.has_router_loss else None
+        self.router = RouterLoss.of(self.arguments, config, self.batch_sizes.accumulation)
         return super().configure_functions()
 
     @property
@@ -265,7 +271,7 @@ class TextTrainer(BaseTrainer):
         if self.router is None or not self.router.counts_first:
             return {}
         probe = self.router.probe(batch)
-        flat = {name: batch[name].reshape(-1, batch[name].shape[-1]) for name in _INPUTS if name in batch}
+        flat = {name: batch[name].reshape(-1, batch[name].shape[-1]) for name in ("input_ids", *POSITION_INPUTS) if name in batch}
         model.hidden_states(**flat, probe=probe)
         return self.router.totals(probe, batch, self.loss_weight(batch))
 
@@ -303,7 +309,7 @@ class TextTrainer(BaseTrainer):
         if not hasattr(model, "hidden_states") or not hasattr(model, "head"):
             return row_sums(model(batch["input_ids"]), labels, **options)
         # No attention mask: padding is on the right, which tokens of a causal model do not attend to.
-        names = (*_POSITION_INPUTS, *(("attention_mask",) if getattr(model, "needs_attention_mask", False) else ()))
+        names = (*POSITION_INPUTS, *(("attention_mask",) if getattr(model, "needs_attention_mask", False) else ()))
         positions = {name: batch[name] for name in names if name in batch}
         if probe is not None:
             positions["probe"] = probe

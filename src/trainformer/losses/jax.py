@@ -69,7 +69,7 @@ def row_sums(
 
     if chunks == 1:
         return sums(states, labels)
-    chunked = _strided_chunks(states, chunks), _strided_chunks(labels, chunks, IGNORE_INDEX)
+    chunked = strided_chunks(states, chunks), strided_chunks(labels, chunks, IGNORE_INDEX)
 
     def body(carry: RowSums, chunk: tuple[jax.Array, jax.Array]) -> tuple[RowSums, None]:
         return jax.tree.map(jnp.add, carry, jax.checkpoint(sums)(*chunk)), None
@@ -79,7 +79,7 @@ def row_sums(
     return total
 
 
-def _strided_chunks(x: jax.Array, count: int, padding: int = 0) -> jax.Array:
+def strided_chunks(x: jax.Array, count: int, padding: int = 0) -> jax.Array:
     """(rows, T, ...) as (count, rows, T / count, ...), each chunk with every n-th position.
 
     So each device of a sequence-sharded mesh has a part of every chunk.

@@ -26,13 +26,22 @@ _MAX_CHANGES = 4  # that one warning lists
 class JittedStep:
     """A jitted step on a mesh. Counts its compilations (`compilations.count`) and warns about recompilations.
 
-    A train step donates its input state: use only the state that it returns.
+    A train step donates its input state: use only the state that it returns. `constants` are arrays that are no part
+    of the state, such as a frozen model: the step receives them as a third argument.
     """
 
     def __init__(
-        self, step: Callable[..., Any], mesh: Mesh, shardings: TrainState, *, train: bool, name: str | None = None
+        self,
+        step: Callable[..., Any],
+        mesh: Mesh,
+        shardings: TrainState,
+        *,
+        train: bool,
+        name: str | None = None,
+        constants: Any = None,
     ) -> None:
         self.mesh = mesh
+        self._constants = () if constants is None else (constants,)
         self.compilations = Compilations(name or ("train step" if train else "eval step"))
         self._train = train
         self._traced = self.compilations.count_traces(step)
@@ -47,7 +56,7 @@ class JittedStep:
         replicated = NamedSharding(self.mesh, PartitionSpec())
         return jax.jit(
             step,
-            in_shardings=(self._shardings, batch),
+            in_shardings=(self._shardings, batch, *jax.tree.map(lambda leaf: leaf.sharding, self._constants)),
             out_shardings=(self._shardings, replicated) if self._train else replicated,
             donate_argnums=0 if self._train else (),
             compiler_options=_compiler_options(self.mesh.devices.flat[0].platform),
@@ -62,7 +71,7 @@ class JittedStep:
         if state.tx is not known.tx or state.graphdef is not known.graphdef or state.trainable is not known.trainable:
             self._adapt(state)
         with jax.set_mesh(self.mesh):
-            return self._function_for(batch)(state, batch)
+            return self._function_for(batch)(state, batch, *self._constants)
 
     def _adapt(self, state: TrainState) -> None:
         """Use the same shardings for a state with different static fields; may cause a recompilation."""

@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from trainformer.backends.jax.clusters import distributed_options
 from trainformer.backends.jax.sharding import batch_sharding, data_shards
 from trainformer.core.errors import BadArgument, expected
 from trainformer.data.sharding import WHOLE, Shard
@@ -27,11 +28,6 @@ from trainformer.engine.process_group import ProcessGroup, SingleProcess, run_on
 
 _FIRST_BYTES = 1024  # of the first all-gather; longer messages need a second one
 _DELAY = 1  # steps between a request and its answer, so that the devices never wait for the host
-
-
-# Of the Slurm step (sbatch without srun is one process), of Open MPI, and of a TPU multislice. jax finds out the rest.
-_PROCESS_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES")
-_TPU_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")  # of a TPU slice on GKE, separated by commas
 
 
 class JaxProcessGroup:
@@ -128,6 +124,12 @@ def initialize_distributed(environment: Mapping[str, str] = os.environ) -> None:
         return
     try:
         jax.distributed.initialize(**options)
+    except ValueError as error:
+        raise BadArgument(
+            f"Several processes were launched, but jax cannot connect them ({str(error).rstrip('.')}). Set "
+            "JAX_COORDINATOR_ADDRESS=first-host:port, and if the launcher is not Slurm or Open MPI also "
+            "JAX_NUM_PROCESSES and JAX_PROCESS_ID."
+        ) from error
     except RuntimeError as error:
         if "before" not in str(error):
             raise
@@ -135,34 +137,6 @@ def initialize_distributed(environment: Mapping[str, str] = os.environ) -> None:
             "Several processes were launched, but jax was used before they were connected. Call "
             "jax.distributed.initialize() at the beginning of the program."
         ) from error
-
-
-def distributed_options(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Arguments for `jax.distributed.initialize`; None for a single process.
-
-    >>> distributed_options({"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"})
-    {'num_processes': 2, 'process_id': 1}
-    >>> distributed_options({"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4"}), distributed_options({})
-    ({}, None)
-    >>> distributed_options({"TPU_WORKER_HOSTNAMES": "tpu-0.pod,tpu-1.pod", "TPU_WORKER_ID": "1"})
-    {}
-    """
-    if "JAX_COORDINATOR_ADDRESS" in environment:
-        names = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
-        return {name: _integer(environment, own) for name, own in names.items() if own in environment}
-    for name in _PROCESS_COUNTS:
-        if name in environment and _integer(environment, name) > 1:
-            return {}
-    if any("," in environment.get(name, "") for name in _TPU_HOSTS):
-        return {}
-    return None
-
-
-def _integer(environment: Mapping[str, str], name: str) -> int:
-    text = environment[name]
-    if not text.strip().isdecimal():
-        raise BadArgument(expected(f"the environment variable {name} to be an integer", text))
-    return int(text)
 
 
 def process_group_on(mesh: Mesh) -> ProcessGroup:

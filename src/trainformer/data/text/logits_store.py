@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -139,6 +140,40 @@ class LogitsStore:
         ids, values = (self._files[number].get_slice(name)[rows] for name in ("ids", "log_probs"))
         return TopTokens(ids.astype(np.int64), _to_float(values, self.info.dtype))
 
+    def rows(self, examples: Sequence[Mapping[str, Any]], length: int, encoding: Mapping[str, Any]) -> TopTokens:
+        """The stored tokens of each position that predicts a supervised one: (examples, `length`, k).
+
+        Examples may be packed. `encoding` is how they were tokenised, for the error if one is not stored.
+        """
+        k = self.info.k
+        ids = np.zeros((len(examples), length, k), dtype=np.int64)
+        values = np.full(ids.shape, -math.log(k), dtype=np.float32)
+        for row, example in enumerate(examples):
+            ends = np.cumsum(example.get("lengths", [len(example["input_ids"])]))
+            for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+                piece = {name: np.asarray(example[name])[begin:end] for name in ("input_ids", "labels")}
+                found = self.find(**piece)
+                if found is None:
+                    raise DataError(self._missing("a sequence", encoding))
+                places = begin + np.flatnonzero(piece["labels"][1:] != IGNORE_INDEX)
+                ids[row, places], values[row, places] = found
+        return TopTokens(ids, values)
+
+    def check_sequences(self, tokens: Any, encoding: Mapping[str, Any], name: str) -> None:
+        """Raise if sequences of a dataset, called `name`, are not stored."""
+        sequences = getattr(tokens, "store", tokens)  # below the packing
+        items = map(sequences.__getitem__, range(len(sequences)))
+        missing = sum(sequence_key(item["input_ids"], item["labels"]) not in self for item in items)
+        if missing:
+            raise DataError(self._missing(f"{missing:,} of {len(sequences):,} sequences of the {name}", encoding))
+
+    def _missing(self, what: str, encoding: Mapping[str, Any]) -> str:
+        stored = self.settings
+        differ = [f"{name}={stored[name]!r}" for name in encoding if name in stored and stored[name] != encoding[name]]
+        why = f"They were stored with {', '.join(differ)}. " if differ else ""
+        do = f"Add them: trainformer teacher-logits TEACHER DATA --out {self.folder}, with the settings of the task."
+        return expected(f"teacher logits of all sequences in {self.folder}", f"none for {what}", f"{why}{do}")
+
 
 class LogitsWriter:
     """Adds sequences to a folder. Use it as a context manager; a part is written whenever it is large enough."""
@@ -203,6 +238,19 @@ class LogitsWriter:
 def is_logits_folder(path: Any) -> bool:
     """Whether a path is a folder of teacher logits."""
     return isinstance(path, str | Path) and (Path(path).expanduser() / _INFO).is_file()
+
+
+def open_logits(folder: str | Path, temperature: float) -> LogitsStore:
+    """The logits in a folder, for training at a temperature, which must be that of the stored ones."""
+    found = LogitsStore(Path(folder).expanduser())
+    if not len(found):
+        do = "Run `trainformer teacher-logits` first, or again."
+        raise DataError(expected(f"teacher logits in {found.folder}", "none", do))
+    if found.info.temperature != temperature:
+        stored = found.info.temperature
+        do = f"Pass temperature={stored:g}, or store the logits again with the other one."
+        raise BadArgument(expected(f"temperature={stored:g}, as stored", temperature, do))
+    return found
 
 
 def sequence_key(input_ids: Any, labels: Any) -> np.ndarray:

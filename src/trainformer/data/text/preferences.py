@@ -14,13 +14,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from trainformer.core.errors import DataError, expected
+from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.dataset import normalize_index
 from trainformer.data.labels import is_stream
 from trainformer.data.text.encode import IGNORE_INDEX, Encoded, Encoder, EncodingReport, ErrorContext
 from trainformer.data.text.prepare import PairEncoder, Pairs, answers
 from trainformer.data.text.records import StandardRecords
-from trainformer.data.text.schemas import Schema, expected_value, standard
+from trainformer.data.text.schemas import Schema, detect_schema, expected_value, standard
 from trainformer.data.text.sources import load_text
 from trainformer.data.text.store import StoreView, tokenize
 from trainformer.data.text.streams import PairStream
@@ -32,6 +32,7 @@ Item = dict[str, Any]
 _BALANCE = (1.0, 4 / 3)  # of the weighted numbers of desirable and undesirable answers: equation 8 of the KTO paper
 _SHIFTS = 8  # ways to pair prompts with other answers that are tried
 _TRUE, _FALSE = ("true", "1"), ("false", "0")  # labels as text, as in CSV files
+SCORED_SCHEMAS = ("text", "chat", "completion", "alpaca", "tokens")  # of single texts, which a reward model scores
 _UNPAIRED = ("completion", "chat", "alpaca")  # schemas with one answer
 
 
@@ -113,6 +114,39 @@ def reward_tokens(
         return RewardStream(data, encoder)
     records: Any = RewardRecords(data)
     return RewardPairs(tokenize(records, encoder, cache_dir=cache_dir, name=name))
+
+
+def scored_examples(inputs: Any, encoder: Encoder) -> list[Item]:
+    """The tokens of inputs of a reward model: texts, conversations (lists of messages), records, or one of them."""
+    examples = []
+    for number, record in enumerate(_as_list(inputs)):
+        schema = detect_schema([record])
+        if schema.name not in SCORED_SCHEMAS:
+            what = f"input {number} to be a text, a conversation, or a prompt with its completion"
+            raise DataError(expected(what, f"a record of the schema '{schema.name}'"))
+        pieces = encoder.encode(standard(record, schema))
+        if len(pieces) != 1:
+            raise DataError(not_scored(f"input {number}"))
+        examples.append(pieces[0]._asdict())
+    return examples
+
+
+def not_scored(which: str) -> str:
+    """The message for texts that are empty or too long."""
+    do = "Raise max_length, or pass truncation='truncate', which scores the beginning; empty texts have no score."
+    return expected("texts that are not empty and have at most max_length tokens to score", which, do)
+
+
+def _as_list(inputs: Any) -> list[Any]:
+    """Single texts, conversations and records as a list of one."""
+    if isinstance(inputs, str | Mapping):
+        return [inputs]
+    several = list(inputs)
+    if several and all(isinstance(item, Mapping) and ("role" in item or "from" in item) for item in several):
+        return [several]
+    if not all(isinstance(item, str | Mapping | Sequence) for item in several):
+        raise BadArgument(expected("texts, conversations or records to score", [type(i).__name__ for i in several[:3]]))
+    return several
 
 
 def _with_margin(fields: Item, record: Any) -> Item:

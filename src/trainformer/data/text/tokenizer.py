@@ -1,4 +1,4 @@
-"""Tokenizers: opening one without torch, training one from scratch, and the bytes per token.
+"""Tokenizers: opening one without torch, training one from scratch, comparing two, and the bytes per token.
 
 `AutoTokenizer` reads the model's configuration first, which imports torch. `PreTrainedTokenizerFast` needs neither: it
 reads `tokenizer.json`, which every fast tokenizer is saved in.
@@ -6,7 +6,9 @@ reads `tokenizer.json`, which every fast tokenizer is saved in.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,8 @@ import numpy as np
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.core.optional import require
 from trainformer.data.text.schemas import require_text
+
+logger = logging.getLogger("trainformer")
 
 
 def open_tokenizer(source: Any) -> Any:
@@ -117,3 +121,42 @@ def _by_characters(token: str) -> int:
     if _BYTE.fullmatch(token):
         return 1
     return len(token.removeprefix("##").replace(_SPACE, " ").encode("utf-8", "surrogatepass"))
+
+
+def check_same_tokenizer(student: Any, teacher: Any) -> None:
+    """Refuse two tokenizers in which an id stands for different tokens.
+
+    One may have more tokens than the other. Added tokens may have other names, since models of one family often use
+    reserved ones.
+    """
+    own, other = _by_id(student), _by_id(teacher)
+    shared = own.keys() & other.keys()
+    added = set(student.get_added_vocab().values()) & set(teacher.get_added_vocab().values())
+    differ = sorted(i for i in shared if own[i] != other[i])
+    plain = [i for i in differ if i not in added]
+    if plain or not shared:
+        example = f"; token {plain[0]} is {own[plain[0]]!r} for the student and {other[plain[0]]!r} for the teacher"
+        raise BadArgument(
+            "Expected a teacher with the tokenizer of the student, received another one: "
+            f"{len(plain):,} of {len(shared):,} tokens differ{example if plain else ''}. Distillation compares "
+            "probabilities token by token: choose two models of one family."
+        )
+    if differ:
+        logger.warning("%d added tokens have other names in the teacher: %s", len(differ), differ[:8])
+
+
+def check_stored_tokenizer(digest: str, tokenizer: Any) -> None:
+    """Refuse a tokenizer other than that of stored teacher logits, known by its `vocabulary_digest`."""
+    if digest != vocabulary_digest(tokenizer):
+        do = "Use the tokenizer of the teacher, or store the logits again."
+        raise BadArgument(expected("the tokenizer that the teacher logits were stored with", "another one", do))
+
+
+def vocabulary_digest(tokenizer: Any) -> str:
+    """Identifies the tokens of a tokenizer and their ids."""
+    text = "\0".join(f"{i} {token}" for i, token in sorted(_by_id(tokenizer).items()))
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+def _by_id(tokenizer: Any) -> dict[int, str]:
+    return {i: token for token, i in tokenizer.get_vocab().items()}

@@ -42,6 +42,9 @@ _FAMILIES = {
     "convnext": ("convnext", "CONVNEXT"),
 }
 
+#: Suffix of the `model_type` of a decoder with a head of one output; see `reward`.
+SCORED = "/score"
+
 
 class Weight(NamedTuple):
     """Our path of a parameter and its HF name, with ``{}`` for the layer index if it is stacked here.
@@ -95,6 +98,9 @@ class Family:
 
 
 def family_of(model_type: Any) -> Family:
+    if isinstance(model_type, str) and model_type.endswith(SCORED):
+        reward = importlib.import_module("trainformer.models.jax.reward")
+        return reward.scored_family(family_of(model_type.removesuffix(SCORED)))
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
         do = did_you_mean(str(model_type), _FAMILIES) or f"The JAX models are {', '.join(_FAMILIES)}."
         raise BadArgument(expected("a supported model_type in config.json", model_type, do))
@@ -152,3 +158,12 @@ def refuse_unsupported(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> N
         if config.get(name, supported) not in (supported, None):
             do = "The JAX models do not support this; ignoring it would change the logits."
             raise BadArgument(expected(f"{name}={supported!r} in the configuration", config[name], do))
+
+
+def check_outputs(config: Mapping[str, Any]) -> None:
+    """Raise if the ``config.json`` of a classifier has another number of outputs than one."""
+    labels = config.get("id2label")
+    outputs = len(labels) if labels is not None else config.get("num_labels", 2)
+    if outputs != 1:
+        do = "Models with a decoder and several classes are not supported."
+        raise BadArgument(expected("a reward model, with one output", f"{outputs} outputs", do))

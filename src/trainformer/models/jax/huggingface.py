@@ -23,7 +23,7 @@ from flax.traverse_util import flatten_dict
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.core.optional import require
-from trainformer.models.jax.families import Family, Weight, family_of
+from trainformer.models.jax.families import SCORED, Family, Weight, check_outputs, family_of
 from trainformer.models.jax.weight_files import Weights, open_weights, write_weights
 from trainformer.utils.files import decode_json
 
@@ -45,14 +45,17 @@ def load_model(
     """Load a model from an HF folder or hub name, with its weights in `dtype` (None: as saved).
 
     `place(path, array)` puts a parameter onto the devices, so that no device ever holds more than its shard.
-    `num_labels` gives a classifier a new head if the saved one is missing or has another size.
+    `num_labels` gives a classifier a new head if the saved one is missing or has another size; 1 opens a decoder as a
+    reward model.
     """
     path = find_folder(folder)
-    family, ours = read_model_config(path)
+    family, ours = read_model_config(path, scored=num_labels == 1)
     if kind is not None and family.build is not kind:
         raise BadArgument(expected(f"a model for {kind.__name__}", ours.model_type, "Use load_model instead."))
     new_head: tuple[str, ...] = ()
-    if num_labels is not None:
+    if ours.model_type.endswith(SCORED):
+        new_head = ("score/kernel",)
+    elif num_labels is not None:
         if not hasattr(ours, "num_labels"):
             raise BadArgument(expected("num_labels for a classifier only", ours.model_type, "Leave it out."))
         ours, new_head = replace(ours, num_labels=num_labels), ("classifier/kernel", "classifier/bias")
@@ -60,7 +63,7 @@ def load_model(
     graph, state = nnx.split(model)
     shapes = nnx.to_flat_state(state)
     place = place or (lambda _, array: jnp.asarray(array))
-    initial = cache(lambda: flat_weights(model_from_config(ours, seed)))
+    initial = cache(lambda: _initial_weights(family.build, ours, new_head, jnp.float32, jax.random.key(seed)))
     with open_weights(path) as weights:
         ours = family.read_files(ours, weights)
         read = _reader(weights, family, ours, new_head, dtype)
@@ -144,6 +147,15 @@ def model_from_config(config: Any, seed: int = 0, dtype: Any = jnp.float32) -> A
     build = family_of(config.model_type).build
     graph, _ = nnx.split(nnx.eval_shape(lambda: build(config, rngs=nnx.Rngs(params=seed))))
     return nnx.merge(graph, _init_weights(build, config, jnp.dtype(dtype), jax.random.key(seed)))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _initial_weights(
+    build: Callable[..., Any], config: Any, paths: tuple[str, ...], dtype: Any, key: jax.Array
+) -> dict[str, jax.Array]:
+    """Random weights of some parameters. XLA does not compute the others."""
+    flat = flat_weights(build(config, rngs=nnx.Rngs(params=key)))
+    return {path: flat[path].astype(dtype) for path in paths}
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -288,10 +300,19 @@ def find_folder(source: AnyFolder) -> Path:
         ) from error
 
 
-def read_model_config(folder: Path) -> tuple[Family, Any]:
-    """The family of a model and its configuration, from the ``config.json`` in its folder."""
+def read_model_config(folder: Path, scored: bool = False) -> tuple[Family, Any]:
+    """The family of a model and its configuration, from the ``config.json`` in its folder.
+
+    With `scored`, that of the reward model with this decoder.
+    """
     config = read_json(folder / CONFIG)
     family = family_of(config.get("model_type"))
+    is_decoder = family.task_type == "CAUSAL_LM"
+    if is_decoder and str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification"):
+        check_outputs(config)
+        scored = True
+    if is_decoder and scored:
+        family = family_of(config["model_type"] + SCORED)
     try:
         return family, family.read_config(config)
     except BadArgument as error:

@@ -32,7 +32,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 # As in peft: queries and values.
 DEFAULT_TARGETS = ("q_proj", "v_proj", "qkv_proj")
-_HEADS = ("lm_head", "classifier")
+_HEADS = ("lm_head", "classifier", "score")
 # Options of peft adapters that are not supported.
 _VARIANTS = (
     *("rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "use_qalora", "use_bdlora", "layer_replication"),

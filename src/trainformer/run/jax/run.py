@@ -87,11 +87,6 @@ class JaxRun(Run):
     ) -> None:
         validate_settings(settings)
         process_group = process_group or SingleProcess()
-        if settings.save_async and not process_group.is_single_process:
-            # orbax synchronises processes, which must not happen in a thread beside a step that does so, too.
-            settings.save_async = False
-            if process_group.is_main:
-                logger.warning("save_async needs a single process; with %d, saves block", process_group.world_size)
         self._derive, self._summarize = derive, summarize
         parts = RunParts(
             settings=settings,

@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +20,6 @@ from trainformer.core import BadArgument, DataError, Loss
 from trainformer.core.errors import expected
 from trainformer.data.labels import is_stream
 from trainformer.data.text.encode import IGNORE_INDEX, Encoder
-from trainformer.data.text.logits_store import LogitsStore, sequence_key
 from trainformer.data.text.prepare import causal_tokens
 from trainformer.data.text.store import tokenize
 from trainformer.losses.divergence import DistillationLoss, check_divergence, distillation_loss
@@ -140,7 +138,7 @@ class Distillation(TeacherMixin, CausalLM):
         if not self.generates:
             tokens = super().prepare_dataset(dataset, train)
             if self._logits is not None and hasattr(tokens, "__len__"):
-                self._check_stored_sequences(tokens, self._logits, data_name(train))
+                self._logits.check_sequences(tokens, self._encoding(), data_name(train))
             return tokens
         if is_stream(dataset):
             do = "Pass data with a length, or lmbda=0 and seq_kd=False."
@@ -170,47 +168,15 @@ class Distillation(TeacherMixin, CausalLM):
             OnPolicyDataset(store, limit, 1.0, False)[0]  # fail now if the data have no prompts
         return made
 
-    def _check_stored_sequences(self, tokens: Any, logits: LogitsStore, name: str) -> None:
-        sequences = getattr(tokens, "store", tokens)  # below the packing
-        keys = (
-            sequence_key(item["input_ids"], item["labels"])
-            for item in map(sequences.__getitem__, range(len(sequences)))
-        )
-        missing = sum(key not in logits for key in keys)
-        if missing:
-            raise DataError(self._not_stored(f"{missing:,} of {len(sequences):,} sequences of the {name}", logits))
-
-    def _not_stored(self, what: str, logits: LogitsStore) -> str:
-        stored, own = logits.settings, self._encoding()
-        differ = [f"{name}={stored[name]!r}" for name in own if name in stored and stored[name] != own[name]]
-        why = f"They were stored with {', '.join(differ)}. " if differ else ""
-        do = f"Add them: trainformer teacher-logits TEACHER DATA --out {logits.folder}, with the settings of the task."
-        return expected(f"teacher logits of all sequences in {logits.folder}", f"none for {what}", f"{why}{do}")
-
     def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
         batch = super().collate_fn(examples)
         if "seed" in examples[0]:
             batch["seeds"] = torch.tensor([example["seed"] for example in examples])
             batch["sources"] = torch.tensor([example["source"] for example in examples])
         if self._logits is not None:
-            batch |= self._stored_rows(examples, batch["labels"], self._logits)
+            found = self._logits.rows(examples, batch["labels"].shape[1], self._encoding())
+            batch["teacher_ids"], batch["teacher_log_probs"] = map(torch.from_numpy, found)
         return batch
-
-    def _stored_rows(self, examples: list[Any], labels: Tensor, logits: LogitsStore) -> dict[str, Tensor]:
-        """The stored tokens of each position that predicts a supervised one."""
-        k = logits.info.k
-        ids = np.zeros((*labels.shape, k), dtype=np.int64)
-        values = np.full((*labels.shape, k), -math.log(k), dtype=np.float32)
-        for row, example in enumerate(examples):
-            ends = np.cumsum(example.get("lengths", [len(example["input_ids"])]))
-            for begin, end in zip([0, *ends[:-1]], ends, strict=True):
-                piece = {name: np.asarray(example[name])[begin:end] for name in ("input_ids", "labels")}
-                found = logits.find(**piece)
-                if found is None:
-                    raise DataError(self._not_stored("a sequence", logits))
-                places = begin + np.flatnonzero(piece["labels"][1:] != IGNORE_INDEX)
-                ids[row, places], values[row, places] = found
-        return {"teacher_ids": torch.from_numpy(ids), "teacher_log_probs": torch.from_numpy(values)}
 
     # -- steps ---------------------------------------------------------------------------------------------
 

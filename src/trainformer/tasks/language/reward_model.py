@@ -7,7 +7,7 @@ accumulation do not change it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,20 @@ from trainformer.core.errors import check_count, expected
 from trainformer.data.labels import is_stream
 from trainformer.data.text.collate import pad
 from trainformer.data.text.encode import Encoder
-from trainformer.data.text.preferences import RewardEncoder, reward_tokens
+from trainformer.data.text.preferences import (
+    SCORED_SCHEMAS,
+    RewardEncoder,
+    not_scored,
+    reward_tokens,
+    scored_examples,
+)
 from trainformer.data.text.records import StandardRecords
-from trainformer.data.text.schemas import detect_schema, standard
 from trainformer.data.text.sources import records_of
 from trainformer.losses.numerics import upcast
 from trainformer.losses.preference import check_weight, reward_model_loss
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.base import TextTask, data_name
 from trainformer.tasks.language.preference import check_truncation, pad_pairs
-
-_SCORED = ("text", "chat", "completion", "alpaca", "tokens")  # schemas of single texts
 
 
 @dataclass(eq=False)
@@ -105,12 +108,12 @@ class RewardModel(TextTask):
     def _texts(self, dataset: Any) -> Any:
         """Tokenised single texts, one for each record."""
         records = StandardRecords(dataset)
-        if records.schema.name not in _SCORED:
+        if records.schema.name not in SCORED_SCHEMAS:
             what = "texts, conversations, or prompts with completions to score"
             raise DataError(expected(what, f"records of the schema '{records.schema.name}'"))
         store = self._tokenize(records, Encoder(self.text_tokenizer, **self._options()), train=False)
         if len(store) != len(records):
-            raise DataError(_unscored(str(store.report)))
+            raise DataError(not_scored(str(store.report)))
         return store
 
     def collate_fn(self, examples: list[Any]) -> dict[str, Tensor]:
@@ -187,17 +190,7 @@ class RewardModel(TextTask):
         2
         """
         check_count("batch_size", batch_size)
-        encoder = Encoder(self.text_tokenizer, **self._options())
-        examples = []
-        for number, record in enumerate(_as_list(inputs)):
-            schema = detect_schema([record])
-            if schema.name not in _SCORED:
-                what = f"input {number} to be a text, a conversation, or a prompt with its completion"
-                raise DataError(expected(what, f"a record of the schema '{schema.name}'"))
-            pieces = encoder.encode(standard(record, schema))
-            if len(pieces) != 1:
-                raise DataError(_unscored(f"input {number}"))
-            examples.append(pieces[0]._asdict())
+        examples = scored_examples(inputs, Encoder(self.text_tokenizer, **self._options()))
         order = sorted(range(len(examples)), key=lambda i: len(examples[i]["input_ids"]))  # less padding
         found: list[float] = []
         with eval_mode(self.model):
@@ -217,20 +210,3 @@ def _metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Any]:
         "margin": ((chosen - rejected).sum(), pairs),
         "mean_reward": (chosen.sum() + rejected.sum(), 2 * pairs),
     }
-
-
-def _as_list(inputs: Any) -> list[Any]:
-    """Single texts, conversations and records as a list of one."""
-    if isinstance(inputs, str | Mapping):
-        return [inputs]
-    several = list(inputs)
-    if several and all(isinstance(item, Mapping) and ("role" in item or "from" in item) for item in several):
-        return [several]
-    if not all(isinstance(item, str | Mapping | Sequence) for item in several):
-        raise BadArgument(expected("texts, conversations or records to score", [type(i).__name__ for i in several[:3]]))
-    return several
-
-
-def _unscored(which: str) -> str:
-    do = "Raise max_length, or pass truncation='truncate', which scores the beginning; empty texts have no score."
-    return expected("texts that are not empty and have at most max_length tokens to score", which, do)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 from trainformer.core import BadArgument, DataError
 from trainformer.core.errors import expected
 from trainformer.core.optional import require
-from trainformer.data.text.logits_store import LogitsStore, is_logits_folder
+from trainformer.data.text.logits_store import LogitsStore, is_logits_folder, open_logits
+from trainformer.data.text.tokenizer import check_same_tokenizer, check_stored_tokenizer
 from trainformer.losses.divergence import TeacherStates, TopLogProbs, check_tail
 from trainformer.models.language import OutputStates, load_tokenizer
 from trainformer.tasks.language.base import DTYPES
@@ -56,14 +56,7 @@ class TeacherMixin(ReferenceMixin):
         self._check_teacher()
         check_tail(self.tail, self.beta)
         if is_logits_folder(self.teacher):
-            self._logits = LogitsStore(Path(self.teacher).expanduser())
-            if not len(self._logits):
-                do = "Run `trainformer teacher-logits` first, or again."
-                raise DataError(expected(f"teacher logits in {self._logits.folder}", "none", do))
-            if self._logits.info.temperature != self.temperature:
-                stored = self._logits.info.temperature
-                do = f"Pass temperature={stored:g}, or store the logits again with the other one."
-                raise BadArgument(expected(f"temperature={stored:g}, as stored", self.temperature, do))
+            self._logits = open_logits(self.teacher, self.temperature)
         elif self.tail != "bucket":
             raise BadArgument(expected("tail with a folder of teacher logits only", self.tail, "Leave it out."))
 
@@ -210,9 +203,7 @@ class TeacherMixin(ReferenceMixin):
         check_same_tokenizer(self.text_tokenizer, tokenizer)
 
     def _check_stored(self, logits: LogitsStore) -> None:
-        if logits.info.tokenizer != vocabulary_digest(self.text_tokenizer):
-            do = "Use the tokenizer of the teacher, or store the logits again."
-            raise BadArgument(expected("the tokenizer that the teacher logits were stored with", "another one", do))
+        check_stored_tokenizer(logits.info.tokenizer, self.text_tokenizer)
 
 
 def quantization(bits: int | None, dtype: torch.dtype) -> dict[str, Any]:
@@ -224,35 +215,3 @@ def quantization(bits: int | None, dtype: torch.dtype) -> dict[str, Any]:
     if bits == 8:
         return {"quantization_config": make(load_in_8bit=True)}
     return {"quantization_config": make(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)}
-
-
-def check_same_tokenizer(student: Any, teacher: Any) -> None:
-    """Refuse two tokenizers in which an id stands for different tokens.
-
-    One may have more tokens than the other. Added tokens may have other names, since models of one family often use
-    reserved ones.
-    """
-    own, other = _by_id(student), _by_id(teacher)
-    shared = own.keys() & other.keys()
-    added = set(student.get_added_vocab().values()) & set(teacher.get_added_vocab().values())
-    differ = sorted(i for i in shared if own[i] != other[i])
-    plain = [i for i in differ if i not in added]
-    if plain or not shared:
-        example = f"; token {plain[0]} is {own[plain[0]]!r} for the student and {other[plain[0]]!r} for the teacher"
-        raise BadArgument(
-            "Expected a teacher with the tokenizer of the student, received another one: "
-            f"{len(plain):,} of {len(shared):,} tokens differ{example if plain else ''}. Distillation compares "
-            "probabilities token by token: choose two models of one family."
-        )
-    if differ:
-        logger.warning("%d added tokens have other names in the teacher: %s", len(differ), differ[:8])
-
-
-def vocabulary_digest(tokenizer: Any) -> str:
-    """Identifies the tokens of a tokenizer and their ids."""
-    text = "\0".join(f"{i} {token}" for i, token in sorted(_by_id(tokenizer).items()))
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
-
-
-def _by_id(tokenizer: Any) -> dict[int, str]:
-    return {i: token for token, i in tokenizer.get_vocab().items()}

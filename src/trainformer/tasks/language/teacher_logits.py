@@ -19,13 +19,14 @@ from trainformer.data.text.collate import pad
 from trainformer.data.text.encode import IGNORE_INDEX, Encoder
 from trainformer.data.text.logits_store import LogitsInfo, LogitsStore, LogitsWriter, sequence_key
 from trainformer.data.text.prepare import causal_tokens
+from trainformer.data.text.tokenizer import vocabulary_digest
 from trainformer.losses.numerics import check_positive, upcast
 from trainformer.models.language import OutputStates, ensure_pad_token, load_tokenizer
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.base import DTYPES
 from trainformer.tasks.language.pretrained import load_whole
 from trainformer.tasks.language.reference import model_digest
-from trainformer.tasks.language.teacher import quantization, vocabulary_digest
+from trainformer.tasks.language.teacher import quantization
 
 logger = logging.getLogger("trainformer")
 
