@@ -271,7 +271,8 @@ class TextTrainer(BaseTrainer):
         if self.router is None or not self.router.counts_first:
             return {}
         probe = self.router.probe(batch)
-        flat = {name: batch[name].reshape(-1, batch[name].shape[-1]) for name in ("input_ids", *POSITION_INPUTS) if name in batch}
+        names = [name for name in ("input_ids", *POSITION_INPUTS) if name in batch]
+        flat = {name: batch[name].reshape(-1, batch[name].shape[-1]) for name in names}
         model.hidden_states(**flat, probe=probe)
         return self.router.totals(probe, batch, self.loss_weight(batch))
 
