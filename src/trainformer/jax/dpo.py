@@ -151,6 +151,7 @@ class DPOTrainer(ReferenceTrainer):
     """
 
     arguments_type: ClassVar[type[TextArguments]] = DPOConfig
+    has_router_loss = True
 
     def prepare_dataset(self, dataset: Any, train: bool) -> Any:
         limits = self.arguments.max_prompt_length, self.arguments.max_completion_length

@@ -67,6 +67,7 @@ class KTOTrainer(ReferenceTrainer):
     """
 
     arguments_type: ClassVar[type[TextArguments]] = KTOConfig
+    has_router_loss = True
 
     @property
     def score_name(self) -> str:  # type: ignore[override]

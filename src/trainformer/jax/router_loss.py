@@ -56,8 +56,8 @@ class RouterLoss:
         if not hasattr(config, "num_experts_per_tok"):
             for name in ("router_aux_loss_coef", "router_z_loss_coef"):
                 if getattr(arguments, name):
-                    what = f"a mixture of experts for {name}={getattr(arguments, name)}"
-                    kind = getattr(config, "model_type", "another model")
+                    what = f"a mixture of experts, and a trainer with a router loss, for {name}"
+                    kind = f"{type(arguments).__name__}({name}={getattr(arguments, name)})"
                     raise BadArgument(expected(what, kind, "Leave it out."))
             return None
         aux_coef = config.router_aux_loss_coef if own is None else own

@@ -87,6 +87,7 @@ class SFTTrainer(TextTrainer):
 
     arguments_type: ClassVar[type[TextArguments]] = SFTConfig
     masks_padding = True
+    has_router_loss = True
 
     def __init__(
         self,

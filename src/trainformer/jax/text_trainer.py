@@ -141,6 +141,8 @@ class TextTrainer(BaseTrainer):
     model_types: ClassVar[tuple[type, ...]] = ()
     packable: ClassVar[tuple[type, ...]] = (Decoder,)
     arguments: Any
+    #: Whether `compute_loss` adds the router losses of a mixture of experts; if not, their arguments are refused.
+    has_router_loss = False
 
     def __init__(
         self,
@@ -293,7 +295,8 @@ class TextTrainer(BaseTrainer):
         return None if self.text is None else self.text.pad_token_id
 
     def configure_functions(self) -> TrainerConfigureFunctionOutput:
-        self.router = RouterLoss.of(self.arguments, self.model_config, self.batch_sizes.accumulation)
+        config = self.model_config if self.has_router_loss else None
+        self.router = RouterLoss.of(self.arguments, config, self.batch_sizes.accumulation)
         return super().configure_functions()
 
     @property
@@ -306,7 +309,8 @@ class TextTrainer(BaseTrainer):
         if self.router is None or not self.router.counts_first:
             return {}
         probe = self.router.probe(batch)
-        flat = {name: batch[name].reshape(-1, batch[name].shape[-1]) for name in _INPUTS if name in batch}
+        names = [name for name in ("input_ids", *POSITION_INPUTS) if name in batch]
+        flat = {name: batch[name].reshape(-1, batch[name].shape[-1]) for name in names}
         model.hidden_states(**flat, probe=probe)
         return self.router.totals(probe, batch, self.loss_weight(batch))
 

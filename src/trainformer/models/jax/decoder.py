@@ -15,15 +15,7 @@ from flax import nnx
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.models.jax.attention import positions_of, segments_of
-from trainformer.models.jax.block import (
-    BLOCK_RULES,
-    Block,
-    BlockConfig,
-    Model,
-    RouterProbe,
-    Rules,
-    run_layers,
-)
+from trainformer.models.jax.block import BLOCK_RULES, Block, BlockConfig, Model, RouterProbe, Rules, run_layers
 from trainformer.models.jax.cache import KVCache
 from trainformer.models.jax.layers import NORMS, Embedding, Key, Linear, constrain, dropout, key_source
 from trainformer.models.jax.rope import Rope

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,8 @@ class SparseFeedForward(nnx.Module):
         # No `Linear`: LoRA leaves routers as they are.
         self.router = nnx.Param(scale * jax.random.normal(rngs.params(), (*stack, size, config.num_experts)))
         self.experts = Experts(config, rngs, stack)
-        self.shared_expert = self.shared_expert_gate = nnx.data(None)
+        self.shared_expert: Any = nnx.data(None)
+        self.shared_expert_gate: Any = nnx.data(None)
         if config.shared_expert_intermediate_size:
             shared = replace(config, intermediate_size=config.shared_expert_intermediate_size)
             self.shared_expert = nnx.data(FeedForward(shared, rngs, stack))
