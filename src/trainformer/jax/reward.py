@@ -23,7 +23,7 @@ from trainformer.data.text.collate import pair_batch, token_batch
 from trainformer.data.text.encode import Encoder
 from trainformer.data.text.preferences import RewardEncoder, reward_tokens, scored_examples
 from trainformer.jax.preference import AnswerArguments, valid_rows
-from trainformer.jax.text_trainer import LoRAConfig, TextArguments, TextTrainer
+from trainformer.jax.text_trainer import LoRAConfig, TextArguments, TextTrainer, refuse_values
 from trainformer.losses.jax_preference import reward_model_loss
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
 from trainformer.models.jax.huggingface import check_family
@@ -40,6 +40,7 @@ class RewardConfig(AnswerArguments):
 
     def check(self) -> None:
         super().check()
+        refuse_values(self, "A reward model scores texts and writes none: leave it out.", generation_interval=(None,))
         if self.center_rewards_coefficient is not None:
             self._weight("center_rewards_coefficient")
 
@@ -160,9 +161,9 @@ class RewardTrainer(TextTrainer):
         check_count("batch_size", batch_size)
         examples = scored_examples(inputs, self._encoder(Encoder))
         order = sorted(range(len(examples)), key=lambda i: len(examples[i]["input_ids"]))  # less padding
-        graph, state = nnx.split(self.model_state.model)
         found: dict[int, float] = {}
-        with self._run.backend.run_context():
+        with self.eval_mode():
+            graph, state = nnx.split(self.model_state.model)
             for begin in range(0, len(order), batch_size):
                 places = order[begin : begin + batch_size]
                 rows = [examples[i] for i in places]

@@ -170,20 +170,24 @@ class Seq2SeqTrainer(TextTrainer):
 
     # -- generation ----------------------------------------------------------------------------------------------
 
-    def generate(self, sources: str | list[str], max_new_tokens: int | None = None) -> Any:
+    def generate(self, prompts: Any, max_new_tokens: int | None = None, **options: Any) -> Any:
         """Greedy targets for some sources, as text. The encoder runs once per source."""
-        texts = [sources] if isinstance(sources, str) else list(sources)
+        if options:
+            raise BadArgument(
+                expected("no options: targets are generated greedily", ", ".join(options), "Leave it out.")
+            )
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if self.text is None:
             raise BadArgument(expected("a tokenizer (processing_class) to generate with", None))
         if not texts or any(not isinstance(text, str) or not text for text in texts):
-            raise BadArgument(expected("sources of at least one character", sources))
+            raise BadArgument(expected("sources of at least one character", prompts))
         rows = self.pairs.sources(texts)
         longest = max(map(len, rows))
         length = min(self.arguments.max_source_length, -(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)
         batch = token_batch([{"input_ids": row} for row in rows], length, self.pad_id)
         ids, mask = jnp.asarray(batch["input_ids"]), jnp.asarray(batch["attention_mask"])
-        with self._run.backend.run_context():
+        with self.eval_mode():
             count = max_new_tokens or self.arguments.max_target_length
             tokens = np.asarray(self.model_state.model.generate(ids, count, mask))
         written = self.text.batch_decode(tokens, skip_special_tokens=True)
-        return written[0] if isinstance(sources, str) else written
+        return written[0] if isinstance(prompts, str) else written

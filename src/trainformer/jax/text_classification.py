@@ -213,7 +213,7 @@ class SequenceClassificationTrainer(TextTrainer):
         samples = [{**split_item(piece._asdict()), "label": self.labels.encode(None)} for (piece,) in pieces]
         size, longest = self.batch_sizes.evaluation, max(len(sample["input_ids"]) for sample in samples)
         length, found = max(self.batch_length, longest), []
-        with self._run.backend.run_context():
+        with self.eval_mode():
             for start in range(0, len(samples), size):
                 rows = samples[start : start + size]
                 batch = self.collect_texts(rows + rows[-1:] * (size - len(rows)), length)  # one shape: one compilation

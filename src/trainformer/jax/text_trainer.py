@@ -193,6 +193,10 @@ class TextTrainer(BaseTrainer):
         config = getattr(shape, "config", None)
         self.model_config: Any = config
         self._is_decoder = isinstance(shape, Decoder)
+        for name in ("generation_interval", "quantization"):
+            if getattr(self.arguments, name) is not None and not self._is_decoder:
+                kind = f"{name}={getattr(self.arguments, name)!r}"
+                raise BadArgument(expected(f"no {name} for a {type(shape).__name__}", kind, "Leave it out."))
         self.vocab_size: int | None = getattr(config, "vocab_size", None)
         limit = getattr(config, "max_position_embeddings", None)
         asked = self.arguments.max_sequence_length

@@ -76,18 +76,19 @@ def attend(
 
         return splash_attention(q, k, v, segments, **given, interpret=jax.default_backend() != "tpu")
     places = jnp.arange(q.shape[1])
+    mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
     if start is not None:
         mask = _visible(places + start, jnp.arange(k.shape[1]), **given)
         if segments is not None:
             own = jax.lax.dynamic_slice_in_dim(segments, start, q.shape[1], axis=1)
             mask = mask & (own[:, None, :, None] == segments[:, None, None, :])
         given = {"causal": False, "window": None}  # in the mask
-    else:
-        mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
     if softcap is not None or drops:
         # Softcap and dropout on the weights, which `jax.nn.dot_product_attention` lacks.
-        visible = _visible(places, places, **given) if start is None else mask
-        visible = visible if mask is None else mask & visible
+        visible = mask
+        if start is None or visible is None:
+            visible = _visible(places, places, causal, window)
+            visible = visible if mask is None else mask & visible
         groups = q.shape[2] // k.shape[2]
         k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
         logits = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
@@ -96,7 +97,7 @@ def attend(
             logits = softcap * jnp.tanh(logits / softcap)
         weights = jax.nn.softmax(jnp.where(visible, logits, jnp.finfo(jnp.float32).min), axis=-1).astype(q.dtype)
         return jnp.einsum("bnts,bsnh->btnh", dropout(weights, rate, key), v)
-    local = None if given["window"] is None else (window - 1, 0 if causal else window - 1)
+    local = None if window is None or start is not None else (window - 1, 0 if causal else window - 1)
     return jax.nn.dot_product_attention(
         q,
         k,

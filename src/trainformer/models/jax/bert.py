@@ -23,7 +23,7 @@ from trainformer.models.jax.block import (
     FeedForward,
     Model,
     Rules,
-    run_layers,
+    run_stack,
 )
 from trainformer.models.jax.layers import (
     ACTIVATIONS,
@@ -91,9 +91,9 @@ class PostNormBlock(nnx.Module):
         self.mlp = FeedForward(config, rngs, stack)
         self.output_norm = LayerNorm(config.hidden_size, config.norm_eps, stack)
 
-    def __call__(self, x: jax.Array, segments: Any, rope: Any, execution: Execution, key: Key) -> jax.Array:
+    def __call__(self, x: jax.Array, segments: Any, execution: Execution, key: Key) -> jax.Array:
         keys = key_source(key)
-        mixed = self.attention(x, segments, rope, execution, next(keys))
+        mixed = self.attention(x, segments, None, execution, next(keys))
         x = self.attention_norm(x + dropout(mixed, self.attention_rate, next(keys)))
         x = self.output_norm(x + dropout(self.mlp(x, next(keys)), self.rate, next(keys)))
         return constrain(x, "batch", "sequence", None)
@@ -206,7 +206,11 @@ class Bert(Model):
         x = dropout(self.embed_norm(x), config.hidden_dropout, next(keys))
         x = constrain(x, "batch", "sequence", None)
         segments = segments_of(attention_mask, segment_ids)
-        return run_layers(self.layers, x, segments, None, self.execution, next(keys))  # type: ignore[arg-type]
+
+        def call(block: PostNormBlock, x: jax.Array, kind: Any, number: Any, key: Key) -> tuple[jax.Array, None]:
+            return block(x, segments, self.execution, key), None
+
+        return run_stack(self.layers, x, call, config.layer_kinds, self.execution, next(keys))[0]
 
     def head(self, states: jax.Array, key: Key = None) -> jax.Array:
         """Logits in the dtype of the hidden states; cast them before a softmax."""

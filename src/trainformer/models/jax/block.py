@@ -317,35 +317,53 @@ def run_layers(
     cache: KVCache | None = None,
     probe: RouterProbe | None = None,
 ) -> jax.Array:
-    """Apply all layers of the stack in a scan, each with its own key. `ropes` are the rotary tables that kinds name.
+    """Apply all layers of the stack. `ropes` are the rotary tables that the kinds of layers name.
 
-    With a `cache`, the tokens are added to it.
+    With a `cache`, the tokens are added to it; a `probe` collects what the routers did.
     """
-    graph, weights = nnx.split(layers)
-    kinds = layers.config.layer_kinds
 
     # The arrays of the cache are carried along, not scanned over: so each layer updates its part of them in place.
-    def one(carry: tuple[jax.Array, Any], layer: tuple[Any, jax.Array], kind: LayerKind) -> tuple[Any, Any]:
-        (x, stored), (weights, number) = carry, layer
-        own = None if key is None else jax.random.fold_in(key, number)
+    def call(block: Any, carry: tuple[jax.Array, Any], kind: LayerKind, number: jax.Array, key: Key) -> tuple[Any, Any]:
+        x, stored = carry
         rope = None if ropes is None or kind.rope is None else ropes[kind.rope]
         view = None if cache is None else LayerCache(stored, number, cache)
-        block = nnx.merge(graph, weights)
-        x = block(x, segments, rope, execution, own, kind.window, view)
+        x = block(x, segments, rope, execution, key, kind.window, view)
         found = None if probe is None else probe.reduce(*block.mlp.routing)
         return (x, None if view is None else view.arrays), found
 
-    if execution.remat is not None:
-        # A loop already prevents common subexpression elimination; the extra barrier would only cost time.
-        loops = execution.unroll == 1 and all(count > 1 for _, count in layer_groups(kinds))
-        one = jax.checkpoint(one, policy=execution.remat, prevent_cse=not loops, static_argnums=2)
     carry = x, None if cache is None else (cache.keys, cache.values)
-    (x, stored), found = scan_layers(one, carry, (weights, jnp.arange(len(kinds))), kinds, execution.unroll)
+    (x, stored), found = run_stack(layers, carry, call, layers.config.layer_kinds, execution, key)
     if cache is not None:
         cache.keys, cache.values = stored
     if probe is not None:
         probe.found = found
     return x
+
+
+def run_stack(
+    layers: nnx.Module,
+    x: Any,
+    call: Callable[[Any, Any, LayerKind, jax.Array, Key], tuple[Any, Any]],
+    kinds: Sequence[LayerKind],
+    execution: Execution,
+    key: Key,
+) -> tuple[Any, Any]:
+    """Apply ``call(layer, x, kind, number, key) -> (x, output)`` to each layer of a stack in a scan.
+
+    Each layer has its own key. Outputs are stacked.
+    """
+    graph, weights = nnx.split(layers)
+
+    def one(x: Any, layer: tuple[Any, jax.Array], kind: LayerKind) -> tuple[Any, Any]:
+        weights, number = layer
+        own = None if key is None else jax.random.fold_in(key, number)
+        return call(nnx.merge(graph, weights), x, kind, number, own)
+
+    if execution.remat is not None:
+        # A loop already prevents common subexpression elimination; the extra barrier would only cost time.
+        loops = execution.unroll == 1 and all(count > 1 for _, count in layer_groups(kinds))
+        one = jax.checkpoint(one, policy=execution.remat, prevent_cse=not loops, static_argnums=2)
+    return scan_layers(one, x, (weights, jnp.arange(len(kinds))), kinds, execution.unroll)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.models.jax.block import BLOCK_RULES, Execution, Model, Rules, run_layers
+from trainformer.models.jax.block import BLOCK_RULES, Execution, Model, Rules, run_stack
 from trainformer.models.jax.layers import (
     ACTIVATIONS,
     Embedding,
@@ -29,6 +29,7 @@ from trainformer.models.jax.layers import (
     dropout,
     key_source,
 )
+from trainformer.models.jax.scan import LayerKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +146,7 @@ class T5Block(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, stack)
         self.mlp = T5FeedForward(config, rngs, stack)
 
-    def __call__(self, x: jax.Array, context: Context, rope: None, execution: Execution, key: Key) -> jax.Array:
+    def __call__(self, x: jax.Array, context: Context, key: Key) -> jax.Array:
         keys, normed = key_source(key), self.attention_norm(x)
         mixed = self.attention(normed, normed, context.bias, context.visible, next(keys))
         x = x + dropout(mixed, self.rate, next(keys))
@@ -163,11 +164,11 @@ class T5Stack(nnx.Module):
 
     def __init__(self, config: T5Config, rngs: nnx.Rngs, *, is_decoder: bool) -> None:
         self.config, self.is_decoder = config, is_decoder
-        depth = config.depth if is_decoder else config.num_hidden_layers
+        self.depth = config.depth if is_decoder else config.num_hidden_layers
         scale = config.initializer_factor * config.hidden_size**-0.5
         shape = (config.relative_attention_num_buckets, config.num_attention_heads)
         self.relative_bias = nnx.Param(scale * jax.random.normal(rngs.params(), shape))
-        self.layers = T5Block(config, rngs, (depth,), cross=is_decoder)
+        self.layers = T5Block(config, rngs, (self.depth,), cross=is_decoder)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def __call__(
@@ -184,7 +185,11 @@ class T5Stack(nnx.Module):
         visible = jnp.tril(jnp.ones((length, length), jnp.bool_)) if self.is_decoder else keys_visible
         x = constrain(dropout(x, rate, next(keys)), "batch", "sequence", None)
         context = Context(self.position_bias(length), visible, memory, keys_visible)
-        x = run_layers(self.layers, x, context, None, execution, next(keys))  # type: ignore[arg-type]
+
+        def call(block: T5Block, x: jax.Array, kind: Any, number: Any, key: Key) -> tuple[jax.Array, None]:
+            return block(x, context, key), None
+
+        x, _ = run_stack(self.layers, x, call, (LayerKind(),) * self.depth, execution, next(keys))
         return dropout(self.norm(x), rate, next(keys))
 
     def position_bias(self, length: int) -> jax.Array:
