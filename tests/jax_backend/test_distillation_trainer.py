@@ -135,6 +135,7 @@ def test_packing_changes_neither_teacher_nor_loss(folder, teacher, logits, tmp_p
     assert found[2]["eval_kl"] < found[0]["eval_kl"]  # tokens outside of the top five are one event
 
 
+@pytest.mark.slow
 def test_the_base_as_teacher_and_lora(folder, tmp_path):
     """The model before training: at first there is no divergence, later there is."""
     for lora in (None, LoRAConfig(r=2, targets="all-linear")):
@@ -151,6 +152,7 @@ def test_the_base_as_teacher_and_lora(folder, tmp_path):
             assert all(path.endswith(("lora_a", "lora_b")) for path in state.trainable)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_and_checks_its_teacher(folder, teacher, tmp_path):
     def run(where, steps, source=teacher):
         sizes = {"total_batch_size": 8, "num_train_epochs": 3, "optimizer": "adamw", "learning_rate": 1e-2}

@@ -77,6 +77,7 @@ def test_meshes_accumulation_and_padding_change_nothing(both, folder, other, tmp
     assert_same_metrics(metrics_of(mine), metrics_of(theirs))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same(folder, tmp_path):
     sizes = {"total_batch_size": 8, "num_train_epochs": 3, "optimizer": "adamw", "learning_rate": 1e-2}
     whole = kto(folder, tmp_path / "whole", max_steps=4, **sizes).train()

@@ -143,6 +143,7 @@ def test_lora_trains_the_head_too_and_peft_opens_the_adapter(folder, tmp_path):
     assert mine.score(TEXTS) == pytest.approx(wanted, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same(folder, tmp_path):
     sizes = {"total_batch_size": 8, "num_train_epochs": 3, "optimizer": "adamw", "learning_rate": 1e-2}
     whole = reward(folder, tmp_path / "whole", max_steps=4, **sizes).train()
