@@ -43,7 +43,7 @@ from trainformer.backends.jax.precision import cast_floating, resolve_dtype, set
 from trainformer.backends.jax.sharding import make_mesh
 from trainformer.core.types import HostBatch
 from trainformer.jax import BaseTrainer, TrainerConfigureDataloaderOutput, TrainingArguments
-from trainformer.losses.jax import token_loss
+from trainformer.losses.jax.tokens import token_loss
 from trainformer.models.jax import Decoder, DecoderConfig
 
 BATCHES = 16  # different ones, over and over

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import transformers as hf
 from flax import nnx
 
-from trainformer.models.jax.families import family_of
+from trainformer.models.jax.families.family import family_of
 from trainformer.models.jax.huggingface import flat_paths
 
 VOCABULARY = 64

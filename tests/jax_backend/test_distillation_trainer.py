@@ -15,7 +15,7 @@ from trainformer.core.errors import BadArgument, DataError
 from trainformer.data import train_tokenizer
 from trainformer.jax import DistillationConfig, DistillationTrainer, LoRAConfig
 from trainformer.losses import divergence as on_torch
-from trainformer.losses.jax_divergence import TeacherStates, TopLogProbs, distillation_sums
+from trainformer.losses.jax.divergence import TeacherStates, TopLogProbs, distillation_sums
 from trainformer.models.jax import DecoderConfig, load_model
 from trainformer.tasks.language.distillation import Distillation
 from trainformer.tasks.language.teacher_logits import save_teacher_logits

@@ -20,7 +20,7 @@ from trainformer.data.order import sample_key, set_sample_key
 from trainformer.jax import GRPOConfig, GRPOTrainer, LoRAConfig
 from trainformer.jax.rollouts import DecoderGenerator, group_advantages
 from trainformer.losses import policy as on_torch
-from trainformer.losses.jax_policy import POLICY_VARIANTS, policy_loss, token_scores
+from trainformer.losses.jax.policy import POLICY_VARIANTS, policy_loss, token_scores
 from trainformer.models.jax.generation import _generate
 from trainformer.run import run_of
 from trainformer.tasks import GRPO

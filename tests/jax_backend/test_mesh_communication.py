@@ -14,7 +14,7 @@ from jax_model_toys import furthest
 
 from trainformer.backends.jax.sharding import batch_sharding, init_sharded, make_mesh
 from trainformer.backends.jax.step import make_train_step
-from trainformer.losses.jax import row_sums
+from trainformer.losses.jax.tokens import row_sums
 from trainformer.models.jax import Decoder, DecoderConfig
 
 # Sizes that occur nowhere else in the HLO.

@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from trainformer.core.errors import BadArgument
 from trainformer.models.jax import Decoder, DecoderConfig, model_from_config
-from trainformer.models.jax.families import family_of
+from trainformer.models.jax.families.family import family_of
 from trainformer.models.jax.huggingface import check_family
 from trainformer.models.jax.rope import Rope, read_rope, rotate, text_lengths
 from trainformer.models.jax.scan import LayerKind, layer_groups

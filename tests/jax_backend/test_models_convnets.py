@@ -19,7 +19,7 @@ from transformers import AutoModelForImageClassification
 from trainformer.core.errors import BadArgument
 from trainformer.jax import ImageClassificationTrainer, TrainingArguments
 from trainformer.models.jax import ResNetConfig, load_model
-from trainformer.models.jax.families import family_of
+from trainformer.models.jax.families.family import family_of
 from trainformer.models.jax.huggingface import flat_params, flat_weights
 
 SIZES = {"hidden_sizes": [16, 32], "depths": [2, 1], "num_labels": 5}

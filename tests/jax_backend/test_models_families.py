@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from trainformer.backends.jax.sharding import AXES
 from trainformer.jax.text_trainer import TextTrainer
 from trainformer.models.jax import apply_lora, load_model, merge_lora, save_lora
-from trainformer.models.jax.families import family_of
+from trainformer.models.jax.families.family import family_of
 from trainformer.models.jax.huggingface import flat_params, flat_paths
 
 CONFIGS = family_configs()

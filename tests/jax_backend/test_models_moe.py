@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen2
 
 from trainformer.backends.jax.sharding import batch_sharding, make_mesh, param_shardings
 from trainformer.core.errors import BadArgument, DataError
-from trainformer.losses.jax import row_sums
-from trainformer.losses.jax_router import RouterStatistics, layer_sums, load_balancing_loss
+from trainformer.losses.jax.router import RouterStatistics, layer_sums, load_balancing_loss
+from trainformer.losses.jax.tokens import row_sums
 from trainformer.models.jax import apply_lora, load_model, model_from_config, save_lora
 from trainformer.models.jax.block import RouterProbe
 

@@ -9,8 +9,7 @@ import torch
 from trainformer.core.errors import BadArgument
 from trainformer.losses import preference as on_torch
 from trainformer.losses import tokens as tokens_on_torch
-from trainformer.losses.jax import row_sums, token_loss
-from trainformer.losses.jax_preference import (
+from trainformer.losses.jax.preference import (
     DIVERGENCES,
     KTO_VARIANTS,
     VARIANTS,
@@ -21,6 +20,7 @@ from trainformer.losses.jax_preference import (
     reward_model_loss,
     simpo_loss,
 )
+from trainformer.losses.jax.tokens import row_sums, token_loss
 
 ROWS, LENGTH, WIDTH, WORDS = 3, 7, 5, 11
 

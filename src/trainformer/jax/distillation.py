@@ -1,6 +1,6 @@
 """Knowledge distillation of causal language models on JAX: from a teacher beside the student, or from logits on disk.
 
-The loss is in `losses.jax_divergence`, a (sum, weight) over supervised tokens; logits on disk are in
+The loss is in `losses.jax.divergence`, a (sum, weight) over supervised tokens; logits on disk are in
 `data.text.logits_store`. The teacher is no part of the state: it is in no optimizer and no checkpoint.
 """
 
@@ -32,8 +32,7 @@ from trainformer.jax.reference import ReferenceDigest, params_digest, without_ad
 from trainformer.jax.sft import SFTConfig, SFTTrainer
 from trainformer.jax.text_trainer import POSITION_INPUTS, TextArguments, valid_labels
 from trainformer.jax.trainer_protocol import TrainerConfigureModelOutput
-from trainformer.losses.jax import Head
-from trainformer.losses.jax_divergence import (
+from trainformer.losses.jax.divergence import (
     DistillationSums,
     TeacherStates,
     TopLogProbs,
@@ -41,6 +40,7 @@ from trainformer.losses.jax_divergence import (
     check_tail,
     distillation_sums,
 )
+from trainformer.losses.jax.tokens import Head
 from trainformer.models.jax.decoder import Decoder
 
 _BASE = "base"

@@ -1,7 +1,7 @@
 """Preference tuning of causal language models on JAX: DPO and its variants, ORPO and SimPO.
 
 Both answers of a pair go through one forward pass. The reference is in `preference`, the losses are in
-`losses.jax_preference`. The loss is a (sum, weight) over pairs, so that padding and gradient accumulation do not change
+`losses.jax.preference`. The loss is a (sum, weight) over pairs, so that padding and gradient accumulation do not change
 it; a supervised loss beside it is a mean over the tokens of a step.
 """
 
@@ -27,8 +27,7 @@ from trainformer.data.text.collate import pair_batch
 from trainformer.data.text.prepare import PairEncoder, Pairs, preference_tokens
 from trainformer.jax.preference import AnswerArguments, ReferenceTrainer, valid_rows
 from trainformer.jax.text_trainer import TextArguments, valid_labels
-from trainformer.losses.jax import IGNORE_INDEX
-from trainformer.losses.jax_preference import (
+from trainformer.losses.jax.preference import (
     DIVERGENCES,
     OF_MARGIN,
     VARIANTS,
@@ -37,6 +36,7 @@ from trainformer.losses.jax_preference import (
     preference_rewards,
     simpo_loss,
 )
+from trainformer.losses.jax.tokens import IGNORE_INDEX
 from trainformer.models.jax.block import RouterProbe
 
 _BETAS = {**dict.fromkeys((*VARIANTS, "sigmoid_norm", "orpo"), 0.1), "simpo": 2.0}  # as in their papers

@@ -1,6 +1,6 @@
 """Reinforcement learning of causal language models on JAX: GRPO and its variants, from rewards of sampled completions.
 
-Sampling, scores and steps are in `rollouts`, losses in `losses.jax_policy`. All are (sum, weight), so that gradient
+Sampling, scores and steps are in `rollouts`, losses in `losses.jax.policy`. All are (sum, weight), so that gradient
 accumulation and the mesh change neither completions nor losses.
 """
 
@@ -48,7 +48,7 @@ from trainformer.jax.rollouts import (
 from trainformer.jax.text_trainer import TextArguments, TextTrainer
 from trainformer.jax.trainer_protocol import TrainerConfigureFunctionOutput, TrainerConfigureModelOutput
 from trainformer.jax.validation import mixture_sources
-from trainformer.losses.jax_policy import TokenScores, policy_loss, token_scores
+from trainformer.losses.jax.policy import TokenScores, policy_loss, token_scores
 from trainformer.tasks.language.rollouts.environment import ToolEnvironment, environment_factory, tool_schemas
 from trainformer.tasks.language.rollouts.reward_functions import RewardFunctions, is_function_path
 from trainformer.tasks.language.rollouts.rollout import Rollout, RolloutMaker

@@ -29,10 +29,10 @@ from trainformer.data.numpy_loader import as_data
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
 from trainformer.jax.image_files import ImageFiles, load_images
-from trainformer.losses.jax import IGNORE_INDEX, row_sums
+from trainformer.losses.jax.tokens import IGNORE_INDEX, row_sums
 from trainformer.models.jax.block import Model
 from trainformer.models.jax.convnext import ConvNextConfig
-from trainformer.models.jax.families import family_of
+from trainformer.models.jax.families.family import family_of
 from trainformer.models.jax.resnet import ResNet, ResNetConfig
 from trainformer.models.jax.vit import ViTConfig
 from trainformer.run.jax.inference import IMAGES, LABELS, channels_last

@@ -24,7 +24,7 @@ from trainformer.data.text.collate import token_batch
 from trainformer.data.text.preferences import Unpaired, UnpairedEncoder, check_balance, unpaired_tokens
 from trainformer.jax.preference import AnswerArguments, ReferenceTrainer, valid_rows
 from trainformer.jax.text_trainer import TextArguments
-from trainformer.losses.jax_preference import KTO_VARIANTS, kto_loss
+from trainformer.losses.jax.preference import KTO_VARIANTS, kto_loss
 
 _INPUTS = ("input_ids", "labels")
 

@@ -24,7 +24,7 @@ from trainformer.data.text.encode import Encoder
 from trainformer.data.text.preferences import RewardEncoder, reward_tokens, scored_examples
 from trainformer.jax.preference import AnswerArguments, valid_rows
 from trainformer.jax.text_trainer import LoRAConfig, TextArguments, TextTrainer, refuse_values
-from trainformer.losses.jax_preference import reward_model_loss
+from trainformer.losses.jax.preference import reward_model_loss
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
 from trainformer.models.jax.huggingface import check_family
 from trainformer.models.jax.reward import RewardModel, last_tokens, scored

@@ -15,7 +15,7 @@ import numpy as np
 from trainformer.backends.jax.step import TOTALS, VALID
 from trainformer.core.errors import BadArgument, check_choice, expected
 from trainformer.core.types import Loss
-from trainformer.losses.jax_router import (
+from trainformer.losses.jax.router import (
     RouterStatistics,
     expert_load,
     layer_sums,

@@ -27,7 +27,7 @@ from trainformer.data.text.source_target import PairDataset, PairEncoder
 from trainformer.data.text.sources import load_text
 from trainformer.data.text.store import tokenize
 from trainformer.jax.text_trainer import TextArguments, TextTrainer, build_model, refuse_values, valid_labels
-from trainformer.losses.jax import IGNORE_INDEX, RowSums, row_sums
+from trainformer.losses.jax.tokens import IGNORE_INDEX, RowSums, row_sums
 from trainformer.models.jax.huggingface import check_family
 from trainformer.models.jax.t5 import T5, T5Config
 

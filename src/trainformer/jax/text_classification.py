@@ -30,7 +30,7 @@ from trainformer.data.text.store import tokenize
 from trainformer.data.text.token_records import only_columns
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.text_trainer import LoRAConfig, TextArguments, TextTrainer, build_model, refuse_values
-from trainformer.losses.jax import IGNORE_INDEX, row_sums
+from trainformer.losses.jax.tokens import IGNORE_INDEX, row_sums
 from trainformer.models.jax.bert import Bert, BertConfig
 from trainformer.models.jax.huggingface import check_family, find_folder, read_model_config
 

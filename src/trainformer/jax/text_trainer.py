@@ -1,6 +1,6 @@
 """`TextTrainer`: the base of trainers for language models (tokenizer, lengths, LoRA, generation, saving).
 
-Tokenisation is in `data.text`, token losses are in `losses.jax`, models in `models.jax`; subclasses define the loss.
+Tokenisation is in `data.text`, token losses in `losses.jax.tokens`, models in `models.jax`; subclasses define the loss.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from trainformer.jax.previews import PreviewArguments, Previews
 from trainformer.jax.router_loss import RouterLoss, check_router_arguments, router_rows, summarize_router
 from trainformer.jax.saving import new_files, save_trainer
 from trainformer.jax.trainer_protocol import TrainerConfigureFunctionOutput
-from trainformer.losses.jax import IGNORE_INDEX, RowSums, row_sums, token_loss
+from trainformer.losses.jax.tokens import IGNORE_INDEX, RowSums, row_sums, token_loss
 from trainformer.models.jax.block import RouterProbe
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
-from trainformer.models.jax.families import family_of
+from trainformer.models.jax.families.family import family_of
 from trainformer.models.jax.huggingface import check_family
 from trainformer.models.jax.lora import apply_lora, load_lora, merge_lora, quantize_frozen, save_lora
 from trainformer.models.jax.quantization import check_quantization

@@ -24,7 +24,7 @@ from trainformer.checkpointing.tools.jax_models import FILE as RECORD
 from trainformer.checkpointing.tools.jax_models import TrainerRecord, read_average, read_weights
 from trainformer.checkpointing.tools.model_card import write_card
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.models.jax.families import family_of
+from trainformer.models.jax.families.family import family_of
 from trainformer.models.jax.huggingface import load_model, save_model
 from trainformer.models.jax.lora import merge_lora
 

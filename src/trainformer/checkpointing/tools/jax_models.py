@@ -21,7 +21,7 @@ from trainformer.checkpointing.jax_files import read_arrays
 from trainformer.checkpointing.tools.choosing import choose_ema
 from trainformer.checkpointing.tools.listing import JAX_STATE
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.models.jax.families import family_of
+from trainformer.models.jax.families.family import family_of
 from trainformer.models.jax.huggingface import flat_params, saved_config
 from trainformer.models.jax.lora import apply_lora
 from trainformer.utils.files import decode_json

@@ -1,7 +1,7 @@
 """Bidirectional encoders: BERT, RoBERTa and DistilBERT, distinguished by configuration, with one of three heads.
 
 Embeddings, blocks and heads. The blocks are post-norm: they share attention and feed-forward with the decoder, and
-normalise after each residual connection. Configs and weight names of transformers are in `bert_families`.
+normalise after each residual connection. Configs and weight names of transformers are in `families.bert`.
 """
 
 from __future__ import annotations

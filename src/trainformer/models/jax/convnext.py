@@ -22,7 +22,7 @@ from trainformer.models.jax.convolution import (
     label_fields,
     read_labels,
 )
-from trainformer.models.jax.families import Family, Weight, hf_fields, layer_norm, linear, read_fields
+from trainformer.models.jax.families.family import Family, Weight, hf_fields, layer_norm, linear, read_fields
 from trainformer.models.jax.layers import ACTIVATIONS, Key, LayerNorm, Linear, check_activation, key_source
 
 _EPS = 1e-6  # of all norms but the last

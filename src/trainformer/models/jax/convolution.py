@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.models.jax.families import Weight
+from trainformer.models.jax.families.family import Weight
 from trainformer.models.jax.layers import activation_spec, constrain
 
 KERNEL_AXES = (2, 3, 1, 0)  # of torch's (out, in, height, width) in ours

@@ -24,7 +24,7 @@ from flax.traverse_util import flatten_dict
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.core.optional import require
-from trainformer.models.jax.families import SCORED, Family, Weight, check_outputs, family_of
+from trainformer.models.jax.families.family import SCORED, Family, Weight, check_outputs, family_of
 from trainformer.models.jax.weight_files import Weights, open_weights, write_weights
 from trainformer.utils.files import decode_json
 

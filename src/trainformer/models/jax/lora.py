@@ -24,7 +24,7 @@ from flax import nnx
 
 from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
 from trainformer.models.jax.block import LoraSettings, Model
-from trainformer.models.jax.families import Family, Weight, family_of
+from trainformer.models.jax.families.family import Family, Weight, family_of
 from trainformer.models.jax.huggingface import find_folder, flat_params, flat_paths, read_json, to_host
 from trainformer.models.jax.layers import Linear
 from trainformer.models.jax.quantization import check_quantization

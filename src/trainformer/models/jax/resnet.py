@@ -26,7 +26,7 @@ from trainformer.models.jax.convolution import (
     label_fields,
     read_labels,
 )
-from trainformer.models.jax.families import Family, Weight, hf_fields, layer_norm, linear, read_fields
+from trainformer.models.jax.families.family import Family, Weight, hf_fields, layer_norm, linear, read_fields
 from trainformer.models.jax.layers import ACTIVATIONS, Key, Linear, check_activation
 
 LAYER_TYPES = ("basic", "bottleneck")

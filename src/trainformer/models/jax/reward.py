@@ -17,7 +17,7 @@ from flax import nnx
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
-from trainformer.models.jax.families import SCORED, Family, Weight
+from trainformer.models.jax.families.family import SCORED, Family, Weight
 from trainformer.models.jax.layers import Linear
 
 _LABELS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -58,7 +58,7 @@ def scored(config: Config, pad_id: int | None = None) -> Config:
     """The config of a reward model from that of a decoder. `pad_id` is written to its ``config.json``."""
     base = replace(config, model_type=config.model_type.removesuffix(SCORED))
     if pad_id is not None:
-        from trainformer.models.jax.families import family_of
+        from trainformer.models.jax.families.family import family_of
 
         source = json.loads(base.source) if base.source else family_of(base.model_type).write_config(base)
         base = replace(base, source=json.dumps({**source, **_LABELS, "pad_token_id": pad_id}))

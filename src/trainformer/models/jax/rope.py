@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from trainformer.core.errors import BadArgument, expected
-from trainformer.models.jax.families import refuse_unsupported, required
+from trainformer.models.jax.families.family import refuse_unsupported, required
 
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 Tables = tuple[jax.Array, jax.Array]

@@ -16,7 +16,7 @@ from flax import nnx
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.models.jax.block import BLOCK_RULES, Block, BlockConfig, Model, Rules, run_layers
-from trainformer.models.jax.families import Family, Weight, hf_fields, layer_norm, linear, read_fields
+from trainformer.models.jax.families.family import Family, Weight, hf_fields, layer_norm, linear, read_fields
 from trainformer.models.jax.layers import Key, LayerNorm, Linear, constrain, dropout, key_source
 
 POOLINGS = ("cls", "mean")

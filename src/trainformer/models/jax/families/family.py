@@ -1,6 +1,6 @@
 """`Family`: how HF checkpoints of a model type map to our models (config, weight names, axes).
 
-The families themselves are in `decoder_families`, `gemma`, `gpt_families`, and in the files of the other models.
+The families are in the other files of this package, those of image classifiers in the files of their models.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ import numpy as np
 
 from trainformer.core.errors import BadArgument, did_you_mean, expected
 
-# Module and name of the family of a `model_type`.
+# Module (in `models.jax`) and name of the family of a `model_type`.
 _FAMILIES = {
-    "llama": ("decoder_families", "LLAMA"),
-    "mistral": ("decoder_families", "LLAMA"),
-    "ministral": ("decoder_families", "LLAMA"),
-    "qwen2": ("decoder_families", "LLAMA"),
-    "qwen3": ("decoder_families", "LLAMA"),
-    "smollm3": ("decoder_families", "LLAMA"),
-    "olmo2": ("decoder_families", "LLAMA"),
-    "olmo3": ("decoder_families", "LLAMA"),
-    "granite": ("decoder_families", "LLAMA"),
-    "phi3": ("decoder_families", "LLAMA"),
-    "gemma": ("gemma", "GEMMA"),
-    "gemma2": ("gemma", "GEMMA"),
-    "gemma3_text": ("gemma", "GEMMA"),
-    "mixtral": ("moe_families", "MOE"),
-    "qwen2_moe": ("moe_families", "MOE"),
-    "qwen3_moe": ("moe_families", "MOE"),
-    "olmoe": ("moe_families", "MOE"),
-    "gpt2": ("gpt_families", "GPT2"),
-    "gpt_neox": ("gpt_families", "NEOX"),
-    "bert": ("bert_families", "BERT"),
-    "roberta": ("bert_families", "ROBERTA"),
-    "distilbert": ("bert_families", "DISTILBERT"),
-    "t5": ("t5_families", "T5_FAMILY"),
-    "mt5": ("t5_families", "T5_FAMILY"),
+    "llama": ("families.llama", "LLAMA"),
+    "mistral": ("families.llama", "LLAMA"),
+    "ministral": ("families.llama", "LLAMA"),
+    "qwen2": ("families.llama", "LLAMA"),
+    "qwen3": ("families.llama", "LLAMA"),
+    "smollm3": ("families.llama", "LLAMA"),
+    "olmo2": ("families.llama", "LLAMA"),
+    "olmo3": ("families.llama", "LLAMA"),
+    "granite": ("families.llama", "LLAMA"),
+    "phi3": ("families.llama", "LLAMA"),
+    "gemma": ("families.gemma", "GEMMA"),
+    "gemma2": ("families.gemma", "GEMMA"),
+    "gemma3_text": ("families.gemma", "GEMMA"),
+    "mixtral": ("families.moe", "MOE"),
+    "qwen2_moe": ("families.moe", "MOE"),
+    "qwen3_moe": ("families.moe", "MOE"),
+    "olmoe": ("families.moe", "MOE"),
+    "gpt2": ("families.gpt", "GPT2"),
+    "gpt_neox": ("families.gpt", "NEOX"),
+    "bert": ("families.bert", "BERT"),
+    "roberta": ("families.bert", "ROBERTA"),
+    "distilbert": ("families.bert", "DISTILBERT"),
+    "t5": ("families.t5", "T5_FAMILY"),
+    "mt5": ("families.t5", "T5_FAMILY"),
     "vit": ("vit", "VIT"),
     "trainformer_vit": ("vit", "VIT"),
     "resnet": ("resnet", "RESNET"),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.nn import log_softmax
 
 from trainformer.core.errors import BadArgument, check_choice, expected
-from trainformer.losses.jax import IGNORE_INDEX, Head, strided_chunks
+from trainformer.losses.jax.tokens import IGNORE_INDEX, Head, strided_chunks
 
 TAILS = ("bucket", "renormalize")
 _LEAST = -1e4  # stands for the log of 0: its exponential is 0, and products with 0 are 0, not NaN

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trainformer.models.jax.families import Family, Weight, hf_fields, linear, read_fields, refuse_unsupported
+from trainformer.models.jax.families.family import Family, Weight, hf_fields, linear, read_fields, refuse_unsupported
 from trainformer.models.jax.t5 import T5, T5Config
 from trainformer.models.jax.weight_files import Weights
 

@@ -2,7 +2,7 @@
 
 Token losses are (sum, weight) over supervised tokens in float32. With `chunks` only the logits of a part of the
 sequence exist at a time, and are recomputed for the gradient: those of 8k tokens and a vocabulary of 128k would take
-4 GiB. Preference losses are in `jax_preference`, those of distillation in `jax_divergence`.
+4 GiB. Preference losses are in `preference`, those of distillation in `divergence`.
 """
 
 from __future__ import annotations

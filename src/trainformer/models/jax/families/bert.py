@@ -7,7 +7,7 @@ from typing import Any
 
 from trainformer.models.jax.bert import HEADS, Bert, BertConfig
 from trainformer.models.jax.convolution import read_labels
-from trainformer.models.jax.families import (
+from trainformer.models.jax.families.family import (
     Family,
     Weight,
     hf_fields,

@@ -1,6 +1,6 @@
 """HF configs and weight names of Llama and the decoders named alike: Mistral, Qwen, SmolLM3, OLMo, Phi-3.
 
-The configs of Gemma are in `gemma`, GPT-2 and GPT-NeoX in `gpt_families`.
+The configs of Gemma are in `gemma`, those of GPT-2 and GPT-NeoX in `gpt`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from trainformer.core.errors import BadArgument, expected
 from trainformer.models.jax.block import FULL, SLIDING
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
-from trainformer.models.jax.families import (
+from trainformer.models.jax.families.family import (
     Family,
     Weight,
     hf_fields,

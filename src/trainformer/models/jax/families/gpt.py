@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
-from trainformer.models.jax.decoder_families import write_decoder
-from trainformer.models.jax.families import (
+from trainformer.models.jax.families.family import (
     Family,
     Weight,
     hf_fields,
@@ -16,6 +15,7 @@ from trainformer.models.jax.families import (
     read_fields,
     refuse_unsupported,
 )
+from trainformer.models.jax.families.llama import write_decoder
 from trainformer.models.jax.rope import Rope, read_rope, write_rope
 
 # -- GPT-2: its linear layers are stored (in, out), as ours ----------------------------------------------------------

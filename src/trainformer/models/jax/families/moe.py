@@ -16,14 +16,14 @@ import numpy as np
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.models.jax.block import FULL, SLIDING
 from trainformer.models.jax.decoder import Decoder
-from trainformer.models.jax.decoder_families import (
+from trainformer.models.jax.families.family import Family, Weight, hf_fields, linear, refuse_unsupported, required
+from trainformer.models.jax.families.llama import (
     layer_types_of,
     llama_weights,
     read_decoder_fields,
     read_windows,
     write_decoder,
 )
-from trainformer.models.jax.families import Family, Weight, hf_fields, linear, refuse_unsupported, required
 from trainformer.models.jax.moe import MoEConfig
 from trainformer.models.jax.rope import Rope, read_rope, write_rope
 from trainformer.models.jax.weight_files import Weights

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from trainformer.core.errors import BadArgument, check_choice, expected
 from trainformer.core.types import Loss
-from trainformer.losses.jax import IGNORE_INDEX, Head, strided_chunks
+from trainformer.losses.jax.tokens import IGNORE_INDEX, Head, strided_chunks
 
 POLICY_VARIANTS = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "rloo")
 _BY_TOKEN = ("dapo", "bnpo", "cispo")  # divided by the number of tokens

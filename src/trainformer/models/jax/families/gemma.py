@@ -9,7 +9,8 @@ from typing import Any
 
 from trainformer.models.jax.block import FULL, SLIDING
 from trainformer.models.jax.decoder import DecoderConfig
-from trainformer.models.jax.decoder_families import (
+from trainformer.models.jax.families.family import hf_fields, refuse_unsupported
+from trainformer.models.jax.families.llama import (
     LLAMA,
     layer_types_of,
     read_decoder_fields,
@@ -18,7 +19,6 @@ from trainformer.models.jax.decoder_families import (
     write_decoder,
     write_layer_ropes,
 )
-from trainformer.models.jax.families import hf_fields, refuse_unsupported
 from trainformer.models.jax.rope import Rope, read_rope, write_rope
 
 _CLASSES = {
