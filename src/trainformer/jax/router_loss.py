@@ -70,7 +70,8 @@ class RouterLoss:
 
     def statistics(self, probe: RouterProbe, batch: Mapping[str, Any]) -> RouterStatistics:
         """The statistics of the batch after its forward pass."""
-        return RouterStatistics(*probe.found, jnp.sum(_real_tokens(batch), dtype=jnp.float32))
+        choices, probabilities, z = probe.found
+        return RouterStatistics(choices, probabilities, z, jnp.sum(_real_tokens(batch), dtype=jnp.float32))
 
     def totals(self, probe: RouterProbe, batch: Mapping[str, Any], weight: Any) -> dict[str, Any]:
         """What `add` needs of the whole step, summed over micro-batches; `weight` is that of the loss."""
