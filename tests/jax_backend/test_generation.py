@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from jax_family_toys import family_configs
 from jax_model_toys import configs, furthest, logits, save_random, tokens, torch_logits
 from text_trainer_toys import devices, make_folder, pairs, trainer_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 import text_toys
 from trainformer.core.errors import BadArgument, DataError
@@ -25,7 +26,9 @@ from trainformer.models.jax.sampling import Sampler
 from trainformer.tasks.language.generation import generate_texts as torch_texts
 from trainformer.tasks.language.rollouts.sampling import InverseSampling, warpers
 
-CONFIGS = configs()
+SIZES = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2}
+EXPERTS = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 64}
+CONFIGS = {**family_configs(), **configs(), "mixtral": MixtralConfig(**SIZES, **EXPERTS, sliding_window=6)}
 MASK = np.asarray([[1] * 9, [0] * 4 + [1] * 5, [0] * 8 + [1]])
 
 
@@ -58,7 +61,8 @@ def greedy(theirs, ids, mask, count, stops=None):
 # -- against transformers and the forward pass -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "mistral"])  # Mistral's window is 4
+# Mistral's window is 4. Layers of Gemma have different windows, rotary embeddings and soft-caps.
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "mistral", "gemma2", "gemma3", "mixtral"])
 def test_greedy_tokens_and_their_log_probs(pair, name):
     theirs, ours = pair(name)
     ids = tokens(3, 9)

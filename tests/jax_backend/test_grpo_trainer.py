@@ -326,6 +326,7 @@ def test_advantages_are_those_on_torch(scale, leave_one_out):
         ({"importance_sampling_level": "sequence", "loss_type": "rloo"}, "It has its own"),
         ({"beta": -1}, "beta to be 0 or a positive number"),
         ({"packing": True}, "no packing"),
+        ({"router_aux_loss_coef": 0.01}, "no router_aux_loss_coef"),
         ({"scale_rewards": "groups"}, "scale_rewards"),
     ],
 )

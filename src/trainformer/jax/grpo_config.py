@@ -71,6 +71,10 @@ class GRPOConfig(TextArguments):
             do = "Equal completions of a prompt teach nothing; 1.0 is usual. eval_temperature=0 evaluates greedily."
             raise BadArgument(expected("temperature to be positive for training", self.temperature, do))
         self._check_loss()
+        if self.router_aux_loss_coef or self.router_z_loss_coef:
+            received = f"{self.router_aux_loss_coef} and {self.router_z_loss_coef}"
+            do = "Completions are trained without the router losses of a mixture of experts."
+            raise BadArgument(expected("no router_aux_loss_coef and router_z_loss_coef", received, do))
         for name, default in (("packing", False), ("train_on_inputs", None)):
             if getattr(self, name) not in (default, False):
                 raise BadArgument(expected(f"no {name}", getattr(self, name), "Only sampled completions are trained."))
