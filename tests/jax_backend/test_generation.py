@@ -258,6 +258,8 @@ def test_texts_and_conversations_are_those_of_torch(folder, trainer):
         wanted = torch_texts(model, tokenizer, made, 12, **{"seed": 0, **options})
         assert trainer.generate(prompts, 12, **options) == [each.text for each in wanted]
         assert trainer.generate_texts(made, 12, **options) == wanted
+        columns = trainer.predicted_columns(prompts, 1, max_new_tokens=12, **options)  # a batch per record
+        assert [text for batch in columns for text in batch["text"]] == [each.text for each in wanted]
     assert trainer.generate(chat, 12) == trainer.generate(prompts, 12, batch_size=1)[1]
     assert trainer.generate({"messages": chat}, 12) == trainer.generate(chat, 12)
     assert trainer.generate(chat, 12, do_sample=True, seed=1) != trainer.generate(chat, 12, do_sample=True, seed=2)

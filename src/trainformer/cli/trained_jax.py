@@ -17,9 +17,9 @@ from trainformer.cli.recipes import FILE as RECIPE
 from trainformer.cli.recipes import trainer_of
 from trainformer.cli.trained import JAX_FORMATS, Trained
 from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.data.text.generation import load_prompts
 from trainformer.inference.jax_models import evaluate, generates, make_predictor
 from trainformer.inference.opening import refuse_torch_options
-from trainformer.jax.answers import load_prompts
 from trainformer.jax.recorded import open_trainer
 from trainformer.jax.saving import export_trainer
 from trainformer.run import run_of

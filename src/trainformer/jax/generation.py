@@ -10,11 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from trainformer.core.errors import BadArgument, DataError, check_count, did_you_mean, expected
-from trainformer.data.order import sample_key
-from trainformer.data.text.generation import Generated, GenerationPrompt, end_of_turn
+from trainformer.data.text.generation import Generated, GenerationPrompt, end_of_turn, row_seeds
 from trainformer.models.jax.decoder import Decoder
 from trainformer.models.jax.generation import generate
 from trainformer.models.jax.huggingface import find_folder
@@ -90,19 +87,6 @@ def sampling_options(given: Mapping[str, Any]) -> dict[str, Any]:
     elif given.get("do_sample") is False and filters and options.get("temperature") != 0:
         raise BadArgument(expected(f"do_sample=True with {filters[0]}", False, "Leave one of them out."))
     return options
-
-
-def row_seeds(seed: int | Sequence[int], count: int) -> list[int]:
-    """A seed per prompt, as on torch: of the seed and the number of the prompt. A list has them already.
-
-    >>> row_seeds(3, 2)[0] == row_seeds(3, 1)[0], row_seeds([5, 6], 2)
-    (True, [5, 6])
-    """
-    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
-        return [sample_key(int(seed), 0, index) for index in range(count)]
-    if isinstance(seed, Sequence) and not isinstance(seed, str) and len(seed) == count:
-        return [int(each) for each in seed]
-    raise BadArgument(expected(f"seed to be an integer, or a list of {count} of them", seed))
 
 
 def stop_tokens(model: Any, tokenizer: Any, folder: str | Path | None = None, *, is_chat: bool = True) -> list[int]:

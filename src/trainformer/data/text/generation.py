@@ -9,14 +9,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.data.order import sample_key
 from trainformer.data.text.chat import ASSISTANT_ROLES, Message
 from trainformer.data.text.encode import ALPACA, ALPACA_WITH_INPUT, fill_template
 from trainformer.data.text.messages import check_messages, check_tools
 from trainformer.data.text.rendering import for_template
 from trainformer.data.text.schemas import MESSAGE_KEYS
+from trainformer.data.text.sources import load_text
 
 logger = logging.getLogger("trainformer")
 
@@ -97,6 +102,34 @@ def is_conversation(value: Any) -> bool:
         and bool(value)
         and all(isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in value)
     )
+
+
+def load_prompts(data: Any) -> Any:
+    """Records to generate for: from a path, where each line of a text file is a prompt, or a list of them.
+
+    >>> load_prompts({"prompt": "1 + 1 ="})
+    [{'prompt': '1 + 1 ='}]
+    """
+    if isinstance(data, str | Path):
+        return load_text(data, split="line" if Path(data).suffix == ".txt" else None)
+    if isinstance(data, Mapping) or is_conversation(data):
+        return [data]
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        raise DataError(expected("a list of prompts, conversations or records, or the path of a file", type(data)))
+    return data
+
+
+def row_seeds(seed: int | Sequence[int], count: int, first: int = 0) -> list[int]:
+    """A seed per prompt: of the seed and the number of the prompt. A list has them already.
+
+    >>> row_seeds(3, 4)[2:] == row_seeds(3, 2, first=2), row_seeds([5, 6], 2)
+    (True, [5, 6])
+    """
+    if isinstance(seed, int | np.integer) and not isinstance(seed, bool):
+        return [sample_key(int(seed), 0, first + index) for index in range(count)]
+    if isinstance(seed, Sequence) and not isinstance(seed, str) and len(seed) == count:
+        return [int(each) for each in seed]
+    raise BadArgument(expected(f"seed to be an integer, or a list of {count} of them", seed))
 
 
 def as_prompts(

@@ -29,11 +29,18 @@ from trainformer.adapters.saved import (
     remember_frozen,
     stack_adapter,
 )
-from trainformer.core import BadArgument, DataError, Loss
+from trainformer.core import BadArgument, Loss
 from trainformer.core.errors import check_choice, check_count, expected
 from trainformer.data.text.collate import pad
 from trainformer.data.text.encode import IGNORE_INDEX, Encoder
-from trainformer.data.text.generation import Generated, GenerationPrompt, as_prompts, is_conversation, read_prompt
+from trainformer.data.text.generation import (
+    Generated,
+    GenerationPrompt,
+    as_prompts,
+    load_prompts,
+    read_prompt,
+    row_seeds,
+)
 from trainformer.data.text.prepare import has_tokens
 from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.sources import load_text
@@ -44,7 +51,7 @@ from trainformer.models.language import OutputStates, ensure_pad_token, load_mod
 from trainformer.models.modes import eval_mode
 from trainformer.models.rope import check_rope_scaling, keep_overrides, scaled_source
 from trainformer.tasks.adapter_mixin import AdapterMixin
-from trainformer.tasks.language.generation import generate_texts, preserved_random, row_seeds
+from trainformer.tasks.language.generation import generate_texts, preserved_random
 from trainformer.tasks.language.positions import fit_lengths
 from trainformer.tasks.language.pretrained import Pretrained, find_pretrained
 
@@ -404,13 +411,7 @@ class GenerationMixin(TextTask):
 
     def load_prompts(self, data: Any) -> Any:
         """Records for `predict_records`: from a path, where each line of a text file is a prompt, or a list of them."""
-        if isinstance(data, str | Path):
-            return load_text(data, split="line" if Path(data).suffix == ".txt" else None)
-        if isinstance(data, Mapping) or is_conversation(data):
-            return [data]
-        if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
-            raise DataError(expected("a list of prompts, conversations or records, or the path of a file", type(data)))
-        return data
+        return load_prompts(data)
 
 
 def standard_records(dataset: Any) -> Any:

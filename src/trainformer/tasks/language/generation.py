@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from trainformer.adapters.base import unwrap_model
 from trainformer.core.errors import BadArgument, DataError, check_count, did_you_mean, expected
-from trainformer.data.order import preserved_generators, sample_key, seed_generators
+from trainformer.data.order import preserved_generators, seed_generators
 from trainformer.data.text.collate import pad
-from trainformer.data.text.generation import Generated, GenerationPrompt, end_of_turn
+from trainformer.data.text.generation import Generated, GenerationPrompt, end_of_turn, row_seeds
 from trainformer.models.generation import SAMPLING, SamplingOptions, stop_token_ids
 from trainformer.models.modes import eval_mode
 from trainformer.tasks.language.positions import longest_sequence
@@ -49,21 +49,6 @@ def context_length(model: nn.Module) -> int | None:
     return min(found, default=None)
 
 
-def row_seeds(seed: int | Sequence[int] | None, count: int, first: int = 0) -> list[int]:
-    """A seed per prompt: of the seed and the number of the prompt. A list has them already.
-
-    >>> row_seeds(3, 4)[2:] == row_seeds(3, 2, first=2), row_seeds([5, 6], 2)
-    (True, [5, 6])
-    """
-    if seed is None:  # the numbers that the run would draw next; the caller restores the generator
-        seed = int(torch.randint(2**62, ()))
-    if isinstance(seed, int) and not isinstance(seed, bool):
-        return [sample_key(seed, 0, first + index) for index in range(count)]
-    if isinstance(seed, Sequence) and not isinstance(seed, str) and len(seed) == count:
-        return [int(each) for each in seed]
-    raise BadArgument(expected(f"seed to be an integer, a list of {count} of them, or None", seed))
-
-
 def generate_texts(
     model: nn.Module,
     tokenizer: Any,
@@ -87,7 +72,8 @@ def generate_texts(
         groups.setdefault(key, []).append(index)
     found: dict[int, Generated] = {}
     with preserved_random():
-        seeds = row_seeds(seed, len(rows))
+        # Without a seed, of the number that the run would draw next.
+        seeds = row_seeds(int(torch.randint(2**62, ())) if seed is None else seed, len(rows))
         for (is_chat, limit, _), places in groups.items():
             call = _Call(inner, tokenizer, is_chat, limit, [seeds[place] for place in places], options)
             texts = call([rows[place] for place in places])
