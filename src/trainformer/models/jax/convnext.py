@@ -19,10 +19,17 @@ from trainformer.models.jax.convolution import (
     channels_last,
     check_stages,
     conv_weights,
+)
+from trainformer.models.jax.families.family import (
+    Family,
+    Weight,
+    hf_fields,
     label_fields,
+    layer_norm,
+    linear,
+    read_fields,
     read_labels,
 )
-from trainformer.models.jax.families.family import Family, Weight, hf_fields, layer_norm, linear, read_fields
 from trainformer.models.jax.layers import ACTIVATIONS, Key, LayerNorm, Linear, check_activation, key_source
 
 _EPS = 1e-6  # of all norms but the last

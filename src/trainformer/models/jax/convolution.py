@@ -6,7 +6,7 @@ Images are (batch, height, width, channels), kernels (height, width, in, out).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -143,21 +143,3 @@ def check_stages(hidden_sizes: tuple[int, ...], depths: tuple[int, ...]) -> None
     if not depths or len(depths) != len(hidden_sizes) or min(*depths, *hidden_sizes) < 1:
         what = f"depths with one positive number per stage, of which hidden_sizes has {len(hidden_sizes)}"
         raise BadArgument(expected(what, list(depths)))
-
-
-def read_labels(config: Mapping[str, Any]) -> int:
-    """The number of classes in a ``config.json``."""
-    return config.get("num_labels") or len(config.get("id2label") or ()) or 2
-
-
-def label_fields(num_labels: int) -> dict[str, Any]:
-    """The classes as in a ``config.json``.
-
-    >>> label_fields(1)
-    {'id2label': {'0': 'LABEL_0'}, 'label2id': {'LABEL_0': 0}}
-    """
-    names = [f"LABEL_{number}" for number in range(num_labels)]
-    return {
-        "id2label": {str(number): name for number, name in enumerate(names)},
-        "label2id": {name: number for number, name in enumerate(names)},
-    }

@@ -23,10 +23,17 @@ from trainformer.models.jax.convolution import (
     channels_last,
     check_stages,
     conv_weights,
+)
+from trainformer.models.jax.families.family import (
+    Family,
+    Weight,
+    hf_fields,
     label_fields,
+    layer_norm,
+    linear,
+    read_fields,
     read_labels,
 )
-from trainformer.models.jax.families.family import Family, Weight, hf_fields, layer_norm, linear, read_fields
 from trainformer.models.jax.layers import ACTIVATIONS, Key, Linear, check_activation
 
 LAYER_TYPES = ("basic", "bottleneck")

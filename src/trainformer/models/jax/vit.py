@@ -16,7 +16,16 @@ from flax import nnx
 
 from trainformer.core.errors import BadArgument, expected
 from trainformer.models.jax.block import BLOCK_RULES, Block, BlockConfig, Model, Rules, run_layers
-from trainformer.models.jax.families.family import Family, Weight, hf_fields, layer_norm, linear, read_fields
+from trainformer.models.jax.families.family import (
+    Family,
+    Weight,
+    hf_fields,
+    label_fields,
+    layer_norm,
+    linear,
+    read_fields,
+    read_labels,
+)
 from trainformer.models.jax.layers import Key, LayerNorm, Linear, constrain, dropout, key_source
 
 POOLINGS = ("cls", "mean")
@@ -133,19 +142,16 @@ _FIELDS = hf_fields(
 
 
 def read_config(config: Mapping[str, Any]) -> ViTConfig:
-    labels = config.get("num_labels") or len(config.get("id2label") or ()) or 2
-    return ViTConfig(**read_fields(config, {**_FIELDS, "pooling": "pooling"}), num_labels=labels)
+    return ViTConfig(**read_fields(config, {**_FIELDS, "pooling": "pooling"}), num_labels=read_labels(config))
 
 
 def write_config(config: ViTConfig) -> dict[str, Any]:
     """Mean pooling gets its own model_type, so that transformers does not read it as class-token pooling."""
-    names = [f"LABEL_{number}" for number in range(config.num_labels)]
     written = {
         **{name: getattr(config, own) for name, own in _FIELDS.items()},
         "architectures": ["ViTForImageClassification"],
         "model_type": "vit",
-        "id2label": {str(number): name for number, name in enumerate(names)},
-        "label2id": {name: number for number, name in enumerate(names)},
+        **label_fields(config.num_labels),
     }
     if config.pooling == "cls":
         return written

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainformer.models.jax.bert import HEADS, Bert, BertConfig
-from trainformer.models.jax.convolution import read_labels
 from trainformer.models.jax.families.family import (
     Family,
     Weight,
     hf_fields,
+    label_fields,
     layer_norm,
     linear,
     read_fields,
+    read_labels,
     refuse_unsupported,
 )
 
@@ -88,9 +89,7 @@ def write_config(config: BertConfig) -> dict[str, Any]:
     if kind == "roberta":
         written["pad_token_id"] = config.position_offset - 1
     if config.head != "masked_lm":
-        names = config.label_names or [f"LABEL_{number}" for number in range(config.num_labels)]
-        written["id2label"] = {str(number): name for number, name in enumerate(names)}
-        written["label2id"] = {name: number for number, name in enumerate(names)}
+        written |= label_fields(config.num_labels, config.label_names)
     return written
 
 

@@ -169,6 +169,24 @@ def refuse_unsupported(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> N
             raise BadArgument(expected(f"{name}={supported!r} in the configuration", config[name], do))
 
 
+def read_labels(config: Mapping[str, Any]) -> int:
+    """The number of classes in a ``config.json``."""
+    return config.get("num_labels") or len(config.get("id2label") or ()) or 2
+
+
+def label_fields(count: int, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """The classes as in a ``config.json``.
+
+    >>> label_fields(1)
+    {'id2label': {'0': 'LABEL_0'}, 'label2id': {'LABEL_0': 0}}
+    """
+    names = names or [f"LABEL_{number}" for number in range(count)]
+    return {
+        "id2label": {str(number): name for number, name in enumerate(names)},
+        "label2id": {name: number for number, name in enumerate(names)},
+    }
+
+
 def check_outputs(config: Mapping[str, Any]) -> None:
     """Raise if the ``config.json`` of a classifier has another number of outputs than one."""
     labels = config.get("id2label")
