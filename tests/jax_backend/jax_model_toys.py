@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import (
 )
 
 import text_toys
+from trainformer.models.jax import load_model
 
 VOCABULARY = 320
 _SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -69,6 +71,17 @@ def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype = tor
             weight.normal_(0.0, 0.2).add_(1.0 if "norm" in name or "ln_" in name else 0.0)
     model.save_pretrained(folder)
     return model
+
+
+def pairs_of(configs: Mapping[str, PretrainedConfig], factory: Any) -> Callable[[str], tuple[Any, Any, Path]]:
+    """The model of transformers, ours, and their folder, by name; each made once, in a folder of `tmp_path_factory`."""
+
+    @cache
+    def get(name: str) -> tuple[Any, Any, Path]:
+        folder = factory.mktemp(name)
+        return save_random(configs[name], folder), load_model(folder), folder
+
+    return get
 
 
 def tokens(rows: int = 2, length: int = 12, seed: int = 0) -> np.ndarray:

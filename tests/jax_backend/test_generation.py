@@ -9,7 +9,7 @@ import pytest
 import torch
 from flax import nnx
 from jax_family_toys import family_configs
-from jax_model_toys import configs, furthest, logits, save_random, tokens, torch_logits
+from jax_model_toys import configs, furthest, logits, pairs_of, tokens, torch_logits
 from text_trainer_toys import devices, make_folder, pairs, trainer_of
 from transformers import AutoModelForCausalLM, MixtralConfig
 
@@ -18,7 +18,7 @@ from trainformer.core.errors import BadArgument, DataError
 from trainformer.data.text.generation import GenerationPrompt
 from trainformer.jax import SFTConfig, SFTTrainer
 from trainformer.models.generation import SamplingOptions
-from trainformer.models.jax import apply_lora, generate, load_model
+from trainformer.models.jax import apply_lora, generate
 from trainformer.models.jax.block import Model
 from trainformer.models.jax.decoder import Decoder
 from trainformer.models.jax.generation import _generate, _limits, bucket
@@ -34,16 +34,7 @@ MASK = np.asarray([[1] * 9, [0] * 4 + [1] * 5, [0] * 8 + [1]])
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """The model of transformers and ours, by family."""
-    made = {}
-
-    def get(name):
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            made[name] = save_random(CONFIGS[name], folder), load_model(folder)
-        return made[name]
-
-    return get
+    return pairs_of(CONFIGS, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +55,7 @@ def greedy(theirs, ids, mask, count, stops=None):
 # Mistral's window is 4. Layers of Gemma have different windows, rotary embeddings and soft-caps.
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "mistral", "gemma2", "gemma3", "mixtral"])
 def test_greedy_tokens_and_their_log_probs(pair, name):
-    theirs, ours = pair(name)
+    theirs, ours, _ = pair(name)
     ids = tokens(3, 9)
     found = generate(ours, ids, 12, MASK)
     assert np.array_equal(found.tokens, greedy(theirs, ids, MASK, 12))
@@ -88,7 +79,7 @@ def test_greedy_tokens_and_their_log_probs(pair, name):
 
 
 def test_log_probs_of_samples_are_those_at_the_temperature(pair):
-    _, ours = pair("llama")
+    _, ours, _ = pair("llama")
     ids = tokens(3, 9)
     found = generate(ours, ids, 12, MASK, temperature=0.7, top_k=5, seed=1)
     whole, mask = np.concatenate([ids, found.tokens], 1), np.concatenate([MASK, np.ones_like(found.tokens)], 1)
@@ -144,7 +135,7 @@ def test_draws_follow_the_distribution_and_never_leave_it():
 
 
 def test_the_repetition_penalty_is_that_of_transformers(pair):
-    theirs, ours = pair("llama")
+    theirs, ours, _ = pair("llama")
     ids = tokens(2, 6)
     options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     wanted = theirs.generate(torch.as_tensor(ids), repetition_penalty=1.5, **options)[:, 6:].numpy()
@@ -156,7 +147,7 @@ def test_the_repetition_penalty_is_that_of_transformers(pair):
 
 
 def test_a_row_does_not_depend_on_the_others_and_one_program_serves_a_bucket(pair):
-    _, ours = pair("llama")
+    _, ours, _ = pair("llama")
     rows = [row[kept > 0].tolist() for row, kept in zip(tokens(3, 9), MASK, strict=True)]
     options = {"temperature": 0.9, "top_k": 5, "min_p": 0.01}
     before = _generate._cache_size()
@@ -176,7 +167,7 @@ def test_a_row_does_not_depend_on_the_others_and_one_program_serves_a_bucket(pai
 
 
 def test_the_loop_ends_with_the_last_row(pair, monkeypatch):
-    _, ours = pair("qwen3")
+    _, ours, _ = pair("qwen3")
     calls = []
     head = Decoder.head
 
@@ -197,7 +188,7 @@ def test_the_loop_ends_with_the_last_row(pair, monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_meshes_and_adapters_give_the_same_tokens(pair, name):
-    _, ours = pair(name)
+    _, ours, _ = pair(name)
     model = nnx.merge(*nnx.split(ours))
     targets = ["c_attn"] if name == "gpt2" else ["q_proj", "v_proj"]
     apply_lora(model, r=2, alpha=32.0, targets=targets)
@@ -215,7 +206,7 @@ def test_meshes_and_adapters_give_the_same_tokens(pair, name):
 
 
 def test_16_bit_weights_and_wrong_inputs(pair):
-    theirs, ours = pair("gpt2")
+    theirs, ours, _ = pair("gpt2")
     low = generate(ours, tokens(2, 5), 3, dtype="bfloat16")
     scores = torch_logits(theirs, tokens(2, 5))[:, -1]
     logs = np.asarray(jax.nn.log_softmax(scores, axis=-1))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from jax_model_toys import configs, furthest, logits, save_random, tokens, torch_logits
+from jax_model_toys import configs, furthest, logits, pairs_of, tokens, torch_logits
 
 from trainformer.core.errors import BadArgument
 from trainformer.models.jax import DecoderConfig, load_model, model_from_config
@@ -19,16 +19,7 @@ CONFIGS = configs()
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """The transformers model and ours of one folder, by name, created once."""
-    made = {}
-
-    def get(name):
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            made[name] = (save_random(CONFIGS[name], folder), load_model(folder), folder)
-        return made[name]
-
-    return get
+    return pairs_of(CONFIGS, tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -20,7 +20,7 @@ import torch
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_family_toys import family_configs
-from jax_model_toys import furthest, logits, save_random, tokens, torch_logits
+from jax_model_toys import furthest, logits, pairs_of, tokens, torch_logits
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
@@ -46,16 +46,7 @@ ALIKE = ("llama_yarn", "qwen3", "gpt_neox_serial")
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """The transformers model, ours, and their folder, by name."""
-    made = {}
-
-    def get(name):
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            made[name] = (save_random(CONFIGS[name], folder), load_model(folder), folder)
-        return made[name]
-
-    return get
+    return pairs_of(CONFIGS, tmp_path_factory)
 
 
 def of_transformers(model, config):
