@@ -40,8 +40,8 @@ SEGMENTS[3, 7:] = 2
 POSITIONS = np.maximum(np.cumsum(MASK, 1) - 1, 0)
 POSITIONS[3, 7:] -= 7
 SUPERVISED = np.arange(12) % 3 != 0
-# On a mesh the same as another configuration.
-ALIKE = ("llama_yarn", "qwen3", "gpt_neox_serial")
+# Computed on a mesh, too; the others have the shapes and operations of one of them.
+MESHED = ("qwen2", "smollm3", "olmo3", "phi3", "gemma2", "gpt_neox")
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +110,6 @@ def test_logits_and_gradients_match_transformers_on_one_device_and_on_a_mesh(nam
     wanted = of_transformers(theirs, ours.config)
     got = of_ours(ours)
     assert_close(wanted, got)
-    if name in ALIKE:
-        return
     mesh = jax.make_mesh((1, 2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 4)
     sharded = {}
 
@@ -123,10 +121,11 @@ def test_logits_and_gradients_match_transformers_on_one_device_and_on_a_mesh(nam
         return jax.device_put(array, sharded[path])
 
     with jax.set_mesh(mesh):
-        data = NamedSharding(mesh, PartitionSpec(("dp", "fsdp"), "sp"))
         model = load_model(folder, place=place)
-        assert_close(got, of_ours(model, lambda array: jax.device_put(array, data)))
-    assert sharded.keys() == flat_params(ours).keys()
+        assert sharded.keys() == flat_params(ours).keys()
+        if name in MESHED:
+            data = NamedSharding(mesh, PartitionSpec(("dp", "fsdp"), "sp"))
+            assert_close(got, of_ours(model, lambda array: jax.device_put(array, data)))
 
 
 @pytest.mark.slow
