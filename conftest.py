@@ -21,9 +21,6 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_llvm_disable_expensive_passes=true",
     ]
 ).strip()
-# A thread waits for every collective operation of a device. With no more threads than devices, two independent ones can
-# wait for each other on a machine with few cores.
-os.environ.setdefault("NPROC", "32")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "trainformer-jax-cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 

@@ -10,8 +10,9 @@ import torch
 from flax import nnx
 from jax_model_toys import configs, furthest, logits, pairs_of, tokens, torch_logits
 
+import trainformer.models.jax.layers as layers
 from trainformer.core.errors import BadArgument
-from trainformer.models.jax import DecoderConfig, load_model, model_from_config
+from trainformer.models.jax import DecoderConfig, apply_lora, load_model, model_from_config
 from trainformer.models.jax.block import Block, BlockConfig, Execution, run_layers
 
 CONFIGS = configs()
@@ -188,7 +189,7 @@ def test_random_weights_depend_on_the_seed(pair):
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"model_type": "lama"}, "Did you mean 'llama'"),
-        ({"model_type": "bert"}, "supported model_type"),
+        ({"model_type": "mamba"}, "supported model_type"),
         ({"vocab_size": None}, "'vocab_size' in the configuration"),
     ],
 )
@@ -237,3 +238,26 @@ def test_configure_checks_its_arguments():
     ):
         with pytest.raises(BadArgument, match=message):
             model.configure(**options)
+
+
+def test_projections_in_one_product_change_neither_logits_nor_gradients(pair, monkeypatch):
+    """As on a single GPU. Layers with LoRA stay separate products."""
+    graph, state = nnx.split(pair("qwen2")[1])  # with biases on queries, keys and values
+    ids = jnp.asarray(tokens())
+
+    def loss(state):
+        return jnp.sum(jnp.square(nnx.merge(graph, state)(ids)))
+
+    def products(of):
+        return str(jax.make_jaxpr(lambda state: loss(state))(of)).count("dot_general")  # traced anew
+
+    separate, whole = products(state), jax.value_and_grad(loss)(state)
+    monkeypatch.setattr(layers, "platform", lambda: "gpu")
+    assert products(state) == separate - 3  # queries, keys and values in one, gate and up in one
+    for mine, wanted in zip(*map(jax.tree.leaves, (jax.value_and_grad(loss)(state), whole)), strict=True):
+        np.testing.assert_allclose(mine, wanted, atol=1e-5 * np.abs(wanted).max())
+    adapted = load_model(pair("qwen2")[2])
+    apply_lora(adapted, targets=["q_proj", "up_proj"])
+    with_lora = nnx.split(adapted)
+    graph = with_lora[0]
+    assert products(with_lora[1]) == separate + 4  # two for each layer with LoRA

@@ -8,7 +8,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 
-from trainformer.models.jax.layers import axis_size
+from trainformer.models.jax.layers import axis_size, platform
 
 logger = logging.getLogger("trainformer")
 
@@ -48,11 +48,6 @@ def choose_kernel(
         gathers = "which gathers the keys and values of all devices" if is_sharded and kernel == "xla" else ""
         _explain(wanted, reasons[wanted], ", ".join(filter(None, (f"{kernel} instead", gathers))))
     return kernel
-
-
-def platform() -> str:
-    """cpu, gpu or tpu."""
-    return jax.default_backend()
 
 
 @cache

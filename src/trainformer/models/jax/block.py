@@ -31,6 +31,7 @@ from trainformer.models.jax.layers import (
     constrain,
     dropout,
     key_source,
+    project,
 )
 from trainformer.models.jax.rope import Tables, rotate
 from trainformer.models.jax.scan import LayerKind, layer_groups, scan_layers
@@ -191,7 +192,7 @@ class Attention(nnx.Module):
         """Queries, keys and values (batch, sequence, heads * head_dim)."""
         config = self.config
         if not config.fused_qkv:
-            return [proj(x, next(keys)) for proj in (self.q_proj, self.k_proj, self.v_proj)]
+            return project(x, (self.q_proj, self.k_proj, self.v_proj), keys)
         fused, width = self.qkv_proj(x, next(keys)), config.head_width
         if config.qkv_interleaved:
             by_head = fused.reshape(*x.shape[:-1], config.num_attention_heads, 3 * width)
@@ -255,9 +256,11 @@ class FeedForward(nnx.Module):
         if self.fused:
             gate, up = jnp.split(self.gate_up_proj(x, next(keys)), 2, axis=-1)
             inner = act(gate) * up
+        elif self.gate_proj is None:
+            inner = act(self.up_proj(x, next(keys)))
         else:
-            up = self.up_proj(x, next(keys))
-            inner = act(up) if self.gate_proj is None else act(self.gate_proj(x, next(keys))) * up
+            up, gate = project(x, (self.up_proj, self.gate_proj), keys)
+            inner = act(gate) * up
         inner = constrain(inner, "batch", "sequence", "features")
         return self.down_proj(inner, next(keys))
 

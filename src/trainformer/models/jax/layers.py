@@ -8,8 +8,9 @@ of their input. PRNG keys are passed by the caller.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -86,6 +87,30 @@ class Linear(nnx.Module):
         if self.quantization is not None:
             self.kernel = nnx.Param(self.quantization.dequantize(self.kernel[...], self.kernel_scale[...]))
             self.kernel_scale, self.quantization = nnx.data(None), None
+
+
+def project(x: jax.Array, layers: Sequence[Linear], keys: Iterator[Key]) -> list[jax.Array]:
+    """The outputs of linear layers for the same input: on a single GPU one matrix product.
+
+    XLA merges such products itself, but copies the gradients of their outputs together first: that makes a training
+    step of 30 layers of width 576 4 % slower on an H200.
+    """
+    drawn = [next(keys) for _ in layers]
+    is_plain = all(layer.lora_a is None and layer.quantization is None and not layer.fp8 for layer in layers)
+    if platform() != "gpu" or math.prod(_auto_axes().values()) > 1 or not is_plain:
+        return [layer(x, key) for layer, key in zip(layers, drawn, strict=True)]
+    kernels = [layer.kernel[...].astype(x.dtype) for layer in layers]
+    ends = list(accumulate(kernel.shape[-1] for kernel in kernels[:-1]))
+    outputs = jnp.split(x @ jnp.concatenate(kernels, axis=-1), ends, axis=-1)
+    return [
+        y if layer.bias is None else y + layer.bias[...].astype(x.dtype)
+        for y, layer in zip(outputs, layers, strict=True)
+    ]
+
+
+def platform() -> str:
+    """cpu, gpu or tpu."""
+    return jax.default_backend()
 
 
 class Embedding(nnx.Module):
