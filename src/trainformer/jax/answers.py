@@ -10,6 +10,7 @@ from trainformer.core.errors import BadArgument, DataError, check_count, expecte
 from trainformer.data.text.generation import is_conversation, read_prompt
 from trainformer.data.text.sources import load_text
 from trainformer.models.jax.decoder import Decoder
+from trainformer.models.jax.reward import RewardModel
 
 
 def load_prompts(data: Any) -> Any:
@@ -44,7 +45,7 @@ def generated_columns(trainer: Any, data: Any, batch_size: int, **options: Any) 
 def check_language_model(trainer: Any) -> None:
     """Raise if the model of a trainer is no causal language model."""
     model = trainer.model_state.model
-    if not isinstance(model, Decoder):
+    if not isinstance(model, Decoder) or isinstance(model, RewardModel):
         what = "a causal language model of trainformer.models.jax to generate with"
         raise BadArgument(expected(what, type(model).__name__))
 
