@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainformer.core.errors import BadArgument, DataError, check_count, expected
 from trainformer.data.text.generation import is_conversation, read_prompt
 from trainformer.data.text.sources import load_text
+from trainformer.jax.generation import row_seeds
 from trainformer.models.jax.decoder import Decoder
 from trainformer.models.jax.reward import RewardModel
 
@@ -24,18 +25,21 @@ def load_prompts(data: Any) -> Any:
     return data
 
 
-def generated_columns(trainer: Any, data: Any, batch_size: int, **options: Any) -> Iterator[dict[str, Any]]:
+def generated_columns(
+    trainer: Any, data: Any, batch_size: int, *, seed: int | Sequence[int] = 0, **options: Any
+) -> Iterator[dict[str, Any]]:
     """The prompts of records and the texts generated for them, a batch at a time.
 
-    All records are checked before the first text is generated.
+    All records are checked before the first text is generated. Each has a seed of its own, whatever the batches.
     """
     records, template = load_prompts(data), trainer.arguments.prompt_template
     check_count("batch_size", batch_size)
     prompts = [read_prompt(records[index], index, template) for index in range(len(records))]
+    seeds = row_seeds(seed, len(prompts))
     has_targets = any(prompt.target is not None for prompt in prompts)
     for first in range(0, len(prompts), batch_size):
         chosen = prompts[first : first + batch_size]
-        made = trainer.generate_texts(chosen, **options)
+        made = trainer.generate_texts(chosen, seed=seeds[first : first + batch_size], **options)
         index = list(range(first, first + len(chosen)))
         columns: dict[str, Any] = {"index": index, "id": index}
         columns |= {"prompt": [prompt.render(trainer.text) for prompt in chosen], "text": [each.text for each in made]}
