@@ -13,9 +13,8 @@ import pytest
 import torch
 import transformers as hf
 from encoder_toys import randomised
-from jax_model_toys import configs
 from peft import AutoPeftModel
-from text_trainer_toys import devices, make_folder, pairs, trainer_of
+from text_trainer_toys import make_folder, pairs, trainer_of
 
 import text_toys as toys
 import trainformer
@@ -28,7 +27,6 @@ from trainformer.models.jax import BertConfig, T5Config
 TEXTS = toys.sentences()
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_batch_size": 8, "total_batch_size": 8, "max_steps": 2}
-MOE = {**configs()["qwen3"].to_dict(), "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def labelled(kind: str) -> list[dict[str, Any]]:
@@ -189,11 +187,9 @@ def test_predictions(trained, tmp_path, capsys):
     assert len(rows) == len(made.inputs)
     for column, values in wanted.items():
         for row, value in zip(rows, values, strict=True):
-            assert np.array_equal(row[column], value) if isinstance(value, str) else same(row[column], value), column
-    assert opened.predict(made.inputs[0]) == pytest.approx(rows[0]) if name == "reward" else True
-    lines = made.inputs if name in LABELLED else [{"prompt": text} for text in made.inputs]
-    if name == "reward":
-        lines = made.inputs
+            assert same(row[column], value), column
+    assert opened.predict(made.inputs[0]).keys() == rows[0].keys()
+    lines = made.inputs if name in (*LABELLED, "reward", "seq2seq") else [{"prompt": text} for text in made.inputs]
     assert main(["predict", str(where / "run"), write_lines(tmp_path / "in.jsonl", lines), "--batch-size", "4"]) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert printed[0].keys() - {"index", "id"} == wanted.keys()
@@ -211,7 +207,7 @@ def same(found: Any, wanted: Any) -> bool:
 
 
 def test_evaluation(trained, tmp_path, capsys):
-    name, made, trainer, where = trained
+    _, made, trainer, where = trained
     file = write_lines(tmp_path / "data.jsonl", made.data)
     if not made.evaluates:
         assert main(["evaluate", str(where / "run"), "--data", file]) == 1
@@ -273,6 +269,5 @@ def test_a_run_with_other_classes_is_not_resumed(root):
     again = built("single", root, **changes, fields={"output_dir": str(root / "classes"), "max_steps": 4})
     with pytest.raises(DataError, match=r"Pass class_names=\['a', 'b', 'c'\]"):
         again.train(ckpt_path=root / "classes")
-    files = built("single", root, fields={"output_dir": str(root / "classes"), "max_steps": 4})
-    assert int(files.train(ckpt_path=root / "classes").step) == 4
-    assert devices().size == 1
+    same = built("single", root, fields={"output_dir": str(root / "classes"), "max_steps": 4})
+    assert int(same.train(ckpt_path=root / "classes").step) == 4
