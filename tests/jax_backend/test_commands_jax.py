@@ -31,6 +31,7 @@ from trainformer.cli.components import find_component, trainer_component
 from trainformer.config import load_config
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.data.builtin import builtin_arrays
+from trainformer.data.order import sample_key
 from trainformer.jax import SFTConfig, SFTTrainer, make_trainer
 from trainformer.jax.tasks import ADAPTERS, REFUSED, TASKS, Settings
 from trainformer.run import run_of
@@ -180,6 +181,26 @@ def test_chat(runs, backend, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("the red fox\n"))
     assert main(["chat", runs[backend], "--max-new-tokens", "5"]) == 0
     assert capsys.readouterr().out == f"{wanted}\n"
+
+
+def test_sampling_is_that_of_the_trainer(runs, capsys, monkeypatch):
+    """Whatever the batches; a conversation gives each turn a seed, and an answer that is retried another one."""
+    trainer, model = runs.trainers["jax"], trainformer.load(runs["jax"])
+    prompts = [pair["prompt"] for pair in pairs()[6:11]]
+    options = {"temperature": 3.0, "top_k": 50, "max_new_tokens": 6, "seed": 3}
+    wanted = trainer.generate(prompts, **options)
+    assert wanted != trainer.generate(prompts, max_new_tokens=6)
+    assert [row["text"] for row in model.generate(prompts, 2, **options)] == wanted
+    words = ["--temperature", "3", "--top-k", "50", "--max-new-tokens", "6", "--seed", "3"]
+    file = str(runs.root / "other.jsonl")
+    assert main(["generate", runs["jax"], "--file", file, "--batch-size", "3", *words]) == 0
+    assert [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()] == wanted
+    monkeypatch.setattr("sys.stdin", io.StringIO("the red fox\n/retry\n"))
+    assert main(["chat", runs["jax"], *words]) == 0
+    first = trainer.generate([CHAT], **{**options, "seed": [sample_key(3, 0, 0)]})
+    second = trainer.generate([CHAT], **{**options, "seed": [sample_key(3, 1, 0)]})
+    assert first != second
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in first + second)
 
 
 def test_answers_equal_those_of_transformers(runs, tmp_path):
@@ -345,12 +366,12 @@ def test_every_option_on_torch_is_mapped_or_refused_by_name(capsys):
 
 
 def test_lora_is_merged_and_dpo_is_evaluated_with_its_reference(runs, tmp_path, capsys):
-    """A run of DPO with LoRA: chat with it, export the adapter, merge it, evaluate it against the model before."""
+    """A run of DPO with LoRA and an EMA: everything but the training uses the average; the reference has no adapter."""
     lines = [dict(zip(("prompt", "chosen", "rejected"), each.values(), strict=True)) for each in preferences()]
     write_lines(tmp_path / "pairs.jsonl", lines)
     words = f"--task=DPO --model={runs.root}/model --data=pairs.jsonl --val=pairs.jsonl --max-length=48 --max-steps=4"
     words += " --batch-size=8 --lr=0.01 --log=none --cache-dir=tokens --adapter=LoRA --r=4 --adapter.dropout=0"
-    words += " --run-dir=runs/dpo"
+    words += " --run-dir=runs/dpo --ema=0.5"
     assert main(["train", "--backend=jax", *words.split()]) == 0
     found = answer(capsys, "evaluate", "runs/dpo")["metrics"]
     trainer = recipes.trainer_of("runs/dpo")
@@ -367,11 +388,17 @@ def test_lora_is_merged_and_dpo_is_evaluated_with_its_reference(runs, tmp_path, 
         "adapter_model.safetensors",
     ]
     made = answer(capsys, "finalize", "runs/dpo", "merged")
-    assert made["adapter"] == "LoRA"
+    assert (made["adapter"], made["ema"]) == ("LoRA", "callback.EMA")
     ids = np.random.default_rng(0).integers(2, 320, (2, 12))
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained("merged")(torch.tensor(ids)).logits.numpy()
-    np.testing.assert_allclose(trainer.model_state.model(ids), logits, atol=1e-4)
+    with trainer.eval_mode():
+        np.testing.assert_allclose(trainer.model_state.model(ids), logits, atol=1e-4)
+    assert answer(capsys, "finalize", "runs/dpo", "trained", "--no-ema")["ema"] is None
+    with torch.no_grad():
+        trained = AutoModelForCausalLM.from_pretrained("trained")(torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(trainer.model_state.model(ids), trained, atol=1e-4)
+    assert np.abs(trained - logits).max() > 1e-3
     base = AutoModelForCausalLM.from_pretrained(runs.root / "model")
     opened = PeftModel.from_pretrained(base, adapter)
     with torch.no_grad():
@@ -433,8 +460,8 @@ def test_what_cannot_be_opened_says_why(runs, tmp_path, capsys):
             trainformer.load(runs["jax"], **option)
     assert main(["chat", runs["jax"], "--dtype", "bf16"]) == 1
     assert main(["lm-eval", runs["jax"], "--tasks", "x"]) in (1, 2)
-    with pytest.raises(BadArgument, match="no top_p for a model on JAX"):
-        trainformer.load(runs["jax"]).generate("the", top_p=0.5)
+    with pytest.raises(BadArgument, match="options of sampling, received 'top_q'"):
+        trainformer.load(runs["jax"]).generate("the", top_q=0.5)
     newest = checkpoint.list_checkpoints("runs/own")[-1].path
     (newest / "trainer.json").unlink()
     with pytest.raises(DataError, match=r"trainer\.json"):

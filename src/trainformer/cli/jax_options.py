@@ -71,6 +71,9 @@ def config_of(components: Sequence[Component], values: Mapping[str, Mapping[str,
     made = plan(components[0].name, values["task"], values["trainer"], values.get("adapter"))
     arguments = Call("factory", f"trainformer.jax:{made.arguments_type}", kwargs=Config(_without_none(made.arguments)))
     keywords = {"arguments": arguments, **made.keywords}
+    if made.ema is not None:
+        average = Call("factory", "trainformer.callbacks:EMA", kwargs=Config({"decay": made.ema}))
+        keywords["callbacks"] = [*(keywords.get("callbacks") or ()), average]
     # A model of None stands for a small one, and is said.
     kept = {name: value for name, value in keywords.items() if value is not None or name == "model"}
     return Config({"trainer": Call("singleton", f"trainformer.jax:{made.trainer}", kwargs=Config(kept))})

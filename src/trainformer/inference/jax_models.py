@@ -76,11 +76,19 @@ class JaxPredictor:
         """The prediction for one input as a dict, or for several as a list of dicts.
 
         An image is an array (H, W, C) or the path of a file, several are an array (N, H, W, C), a list of them, a
-        folder or a dataset. Of a language model, `predict` is `generate`.
+        folder or a dataset. A text is a string, a record or a conversation, several are a list of them or the `Path` of
+        a file. Of a causal language model, `predict` is `generate`.
         """
         check_count("batch_size", batch_size or 1)
-        single = (isinstance(inputs, np.ndarray) and inputs.ndim <= 3) or _is_file(inputs)
-        rows = rows_of(self.trainer.predicted_columns(inputs[None] if _is_one_array(inputs) else inputs, batch_size))
+        if isinstance(self.trainer, TextTrainer):
+            single = isinstance(inputs, str | Mapping) or is_conversation(inputs)
+            data: Any = [inputs] if single else inputs
+            if isinstance(data, list | tuple) and not data:
+                return []
+        else:
+            single = _is_one_array(inputs) or _is_file(inputs)
+            data = inputs[None] if _is_one_array(inputs) else inputs
+        rows = rows_of(self.trainer.predicted_columns(data, batch_size, **options))
         return rows[0] if single else rows
 
     def evaluate(self, data: Any, batch_size: int | None = None) -> dict[str, float]:

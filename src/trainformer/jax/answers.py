@@ -8,14 +8,15 @@ from typing import Any
 from trainformer.core.errors import BadArgument, check_count, expected
 from trainformer.data.text.generation import load_prompts, read_prompt, row_seeds
 from trainformer.models.jax.decoder import Decoder
+from trainformer.models.jax.reward import RewardModel
 
 
 def generated_columns(
-    trainer: Any, data: Any, batch_size: int, seed: int | Sequence[int] = 0, **options: Any
+    trainer: Any, data: Any, batch_size: int, *, seed: int | Sequence[int] = 0, **options: Any
 ) -> Iterator[dict[str, Any]]:
     """The prompts of records and the texts generated for them, a batch at a time.
 
-    All records are checked before the first text is generated. Sampling depends on the seed and the record's number.
+    All records are checked before the first text is generated. Each has a seed of its own, whatever the batches.
     """
     records, template = load_prompts(data), trainer.arguments.prompt_template
     check_count("batch_size", batch_size)
@@ -34,7 +35,7 @@ def generated_columns(
 def check_language_model(trainer: Any) -> None:
     """Raise if the model of a trainer is no causal language model."""
     model = trainer.model_state.model
-    if not isinstance(model, Decoder):
+    if not isinstance(model, Decoder) or isinstance(model, RewardModel):
         what = "a causal language model of trainformer.models.jax to generate with"
         raise BadArgument(expected(what, type(model).__name__))
 

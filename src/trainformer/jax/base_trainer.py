@@ -530,6 +530,9 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
     def use_learned(self, record: TrainerRecord) -> None:
         """Take up what `learned` returned when the checkpoint was written."""
 
+    def check_learned(self, learned: dict[str, Any]) -> None:
+        """Raise if a run that learned this cannot be resumed with the training data of this trainer."""
+
     @classmethod
     def options_to_evaluate(cls, record: TrainerRecord, arguments: TrainingArguments) -> dict[str, Any]:
         """Further arguments of the constructor that evaluating a checkpoint needs."""
@@ -537,7 +540,7 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
 
     def predicted_columns(self, data: Any, batch_size: int | None = None, **options: Any) -> Iterator[dict[str, Any]]:
         """Predictions for data, a batch at a time: columns with one item per sample, with its `index` and `id`."""
-        do = "Trainers of image classifiers and of language models do; call the model of this one yourself."
+        do = "Trainers of classifiers, reward models and language models do; call the model of this one yourself."
         raise BadArgument(expected("a trainer that predicts", type(self).__name__, do))
 
     @property

@@ -22,12 +22,14 @@ from trainformer.backends.jax.compilation import JittedStep
 from trainformer.backends.jax.precision import cast_floating, set_compute_dtype
 from trainformer.backends.jax.sharding import make_sharded
 from trainformer.backends.jax.state import TrainState
+from trainformer.checkpointing.tools.jax_models import TrainerRecord
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import Loss
 from trainformer.data.text.logits_store import LogitsStore, is_logits_folder, open_logits
 from trainformer.data.text.tokenizer import check_same_tokenizer, check_stored_tokenizer, open_tokenizer
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
+from trainformer.jax.preference import model_before_training, recorded_model
 from trainformer.jax.reference import ReferenceDigest, params_digest, without_adapter
 from trainformer.jax.sft import SFTConfig, SFTTrainer
 from trainformer.jax.text_trainer import POSITION_INPUTS, TextArguments, valid_labels
@@ -188,6 +190,17 @@ class DistillationTrainer(SFTTrainer):
         if self.dtype != np.float32:
             set_compute_dtype(teacher, self.dtype)
         return teacher
+
+    # -- to be built again from a checkpoint ---------------------------------------------------------------------
+
+    def recorded_options(self) -> dict[str, Any]:
+        return {**super().recorded_options(), **recorded_model("teacher_model", self.teacher_model)}
+
+    @classmethod
+    def options_to_evaluate(cls, record: TrainerRecord, arguments: Any) -> dict[str, Any]:
+        """The teacher; ``"base"`` is the model that training began with."""
+        is_base = record.options.get("teacher_model") == _BASE
+        return model_before_training("teacher_model", record) if is_base else {}
 
     # -- data --------------------------------------------------------------------------------------------------
 

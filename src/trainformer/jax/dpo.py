@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -20,7 +19,6 @@ import numpy as np
 from flax import nnx
 
 from trainformer.backends.jax.step import TOTALS
-from trainformer.checkpointing.tools.jax_models import TrainerRecord
 from trainformer.core.errors import BadArgument, check_choice, did_you_mean, expected
 from trainformer.core.types import Loss
 from trainformer.data.text.collate import pair_batch
@@ -158,21 +156,6 @@ class DPOTrainer(ReferenceTrainer):
         encoder = self.encoder(partial(PairEncoder, limits=limits), "completion")
         pairs = preference_tokens(dataset, encoder, **self.token_options(train))  # type: ignore[arg-type]
         return self.with_reference(pairs, Pairs)
-
-    def recorded_options(self) -> dict[str, Any]:
-        given = self.reference_model
-        own = {} if given is None else {"reference_model": str(given) if isinstance(given, Path) else given}
-        return {**super().recorded_options(), **own}
-
-    @classmethod
-    def options_to_evaluate(cls, record: TrainerRecord, arguments: Any) -> dict[str, Any]:
-        """The reference model: the one that training began with."""
-        if not arguments.needs_reference or "reference_model" in record.options:
-            return {}
-        if record.base is None:
-            do = "Evaluate in the program that started the run: trainer.eval()."
-            raise BadArgument(expected("the folder or name of the reference model", "a model made by the program", do))
-        return {"reference_model": record.base}
 
     def create_collect_function(self, *args: Any, **kwargs: Any) -> Callable[[list[Any]], Any]:
         """Pairs (rows, 2, length), the chosen answer first, with their reference log probabilities."""

@@ -172,6 +172,12 @@ class GRPOTrainer(TextTrainer):
     def _encoder(self) -> PromptEncoder:
         return PromptEncoder(self.text, tool_schemas(self.tools) if self.tools else None)
 
+    def recorded_options(self) -> dict[str, Any]:
+        """Code that gives rewards is not read from a file, nor is its name."""
+        given = {"reward_funcs": self._scorer, "tools": self.tools or None, "environment": self._environment}
+        own = {name: value for name, value in given.items() if value is not None}
+        return {**super().recorded_options(), **own}
+
     # -- model and steps -------------------------------------------------------------------------------------
 
     def configure_model(self) -> TrainerConfigureModelOutput:

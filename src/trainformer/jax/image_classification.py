@@ -206,6 +206,12 @@ class ImageClassificationTrainer(BaseTrainer):
         self._image_shape = tuple(record.learned["image_shape"])
         self.class_names = record.learned["class_names"]
 
+    def check_learned(self, learned: dict[str, Any]) -> None:
+        """A resumed run must number the classes in the same way."""
+        saved, own = learned["class_names"], self.class_names
+        if saved is not None and own is not None and saved != own:
+            raise DataError(expected(f"training data with the classes of the run ({', '.join(saved)})", own))
+
     def _predict(self, state: Any, images: jax.Array) -> jax.Array:
         model: Any = state.model
         model.eval()

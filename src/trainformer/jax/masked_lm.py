@@ -6,7 +6,7 @@ Masks are drawn in `data.text.masking` when a text is read; the model is in `mod
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -144,6 +144,11 @@ class MaskedLMTrainer(TextTrainer):
     def compute_metrics(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Loss:
         """Loss and accuracy without dropout."""
         return self.token_sums(model, batch).total()
+
+    def predicted_columns(self, data: Any, batch_size: int | None = None, **options: Any) -> Iterator[dict[str, Any]]:
+        """Nothing: a masked language model fills gaps, which data do not mark."""
+        do = "Evaluate it, train a classifier from its folder, or export it for transformers' fill-mask."
+        raise BadArgument(expected("a trainer that predicts", f"{type(self).__name__}, which fills masked tokens", do))
 
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Perplexity, from the mean loss over all chosen tokens of the dataset."""

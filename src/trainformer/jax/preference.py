@@ -8,12 +8,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from trainformer.backends.jax.step import VALID
+from trainformer.checkpointing.tools.jax_models import TrainerRecord
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.reference import ReferenceDigest, ScoredAnswers, Scorer, load_reference
@@ -124,6 +126,35 @@ class ReferenceTrainer(TextTrainer):
             for data in self._scored:
                 scorer(data)
         return output
+
+    # -- to be built again from a checkpoint ---------------------------------------------------------------------
+
+    def recorded_options(self) -> dict[str, Any]:
+        return {**super().recorded_options(), **recorded_model("reference_model", self.reference_model)}
+
+    @classmethod
+    def options_to_evaluate(cls, record: TrainerRecord, arguments: Any) -> dict[str, Any]:
+        """The reference model: the one that training began with."""
+        if not arguments.needs_reference or "reference_model" in record.options:
+            return {}
+        return model_before_training("reference_model", record)
+
+
+def recorded_model(name: str, model: Any) -> dict[str, Any]:
+    """What a checkpoint records of a frozen model that was passed as the argument `name`."""
+    return {} if model is None else {name: str(model) if isinstance(model, Path) else model}
+
+
+def model_before_training(name: str, record: TrainerRecord) -> dict[str, Any]:
+    """The argument `name` that stands for the model that training began with, when a checkpoint is evaluated."""
+    if record.lora is not None and not record.lora["modules_to_save"]:
+        return {}  # the model without its adapter
+    if record.base is None:
+        do = "Evaluate in the program that started the run: trainer.eval()."
+        raise BadArgument(
+            expected("the folder or name of the model that training began with", "one made by the program", do)
+        )
+    return {name: record.base}
 
 
 def valid_rows(batch: Mapping[str, Any]) -> jax.Array:

@@ -7,7 +7,7 @@ Nothing that is read is executed: only trainers of `trainformer.jax` are built.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from trainformer.backends.jax.sharding import make_mesh
 from trainformer.checkpointing import Checkpoint
-from trainformer.checkpointing.tools.jax_models import TrainerRecord, read_average, read_weights
+from trainformer.checkpointing.tools.jax_models import TrainerRecord, read_weights
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.core.types import HostBatch
 from trainformer.jax.serialization import FILE_NAME
@@ -34,7 +34,7 @@ _TRAINING = {
     "run_name", "trainer_prefix", "evaluation_strategy", "eval_steps", "do_eval", "save_strategy", "save_steps",
     "save_interval_minutes", "save_total_limit", "save_best", "save_async", "metric_for_best_model",
     "greater_is_better", "resume", "cache_dir", "generation_interval", "generation_prompts",
-    "generation_use_train_prompts", "per_device_eval_batch_size", "eval_batch_size",
+    "generation_use_train_prompts", "per_device_eval_batch_size", "eval_batch_size", "quantization",
 }  # fmt: skip
 _QUIET: dict[str, Any] = {
     "optimizer": "sgd", "scheduler": "constant", "max_steps": 1, "log": "none", "save_strategy": "no", "resume": None
@@ -43,9 +43,12 @@ _EVAL_ROWS = 32  # of an evaluation batch, unless the run or the user says other
 
 
 class NoTrainingData:
-    """Stands for training data that are not there: predicting and evaluating need none."""
+    """Stands for training data that are not there, and for what the trainer `learned` from them."""
 
     batches_per_epoch: int | None = None
+
+    def __init__(self, learned: Mapping[str, Any]) -> None:
+        self.learned = learned
 
     def batches(self, epoch: int, batch: int = 0, position: int = 0) -> Iterator[HostBatch]:
         """There are none."""
@@ -71,7 +74,7 @@ def open_trainer(
         listed = ", ".join(f"{name} (a {what})" for name, what in record.opaque.items())
         do = "Evaluate in the program that started the run: trainer.eval()."
         raise BadArgument(expected(f"arguments of {record.trainer} that can be written to a file", listed, do))
-    weights = read_weights(checkpoint) | read_average(checkpoint, ema)[1]
+    weights = read_weights(checkpoint, ema)[1]
     options: dict[str, Any] = {"mesh": _mesh_for(sum(array.nbytes for array in weights.values()))}
     if hasattr(kind, "arguments_type") and (folder / _TOKENIZER).is_file():
         options["processing_class"] = str(folder)
@@ -81,7 +84,7 @@ def open_trainer(
     trainer = kind(
         arguments,
         record.build_model(weights),
-        dataset_train=NoTrainingData(),
+        dataset_train=NoTrainingData(record.learned),
         dataset_eval=dataset_eval,
         **{**own, **options},
     )

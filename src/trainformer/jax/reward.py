@@ -5,7 +5,7 @@ The loss is a (sum, weight) over pairs, so that padding and gradient accumulatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,13 @@ import numpy as np
 from flax import nnx
 
 from trainformer.backends.jax.step import EvalOutput
-from trainformer.core.errors import BadArgument, check_count, expected
+from trainformer.core.errors import BadArgument, DataError, check_count, expected
 from trainformer.core.types import Loss
+from trainformer.data.ids import sample_ids
 from trainformer.data.text.collate import pair_batch, token_batch
 from trainformer.data.text.encode import Encoder
-from trainformer.data.text.preferences import RewardEncoder, reward_tokens, scored_examples
+from trainformer.data.text.preferences import RewardEncoder, not_scored, reward_tokens, scored_examples
+from trainformer.data.text.sources import records_of
 from trainformer.jax.preference import AnswerArguments, valid_rows
 from trainformer.jax.text_trainer import LoRAConfig, TextArguments, TextTrainer, refuse_values
 from trainformer.losses.jax.preference import reward_model_loss
@@ -30,6 +32,7 @@ from trainformer.models.jax.huggingface import check_family
 from trainformer.models.jax.reward import RewardModel, last_tokens, scored
 
 _HEAD = "score"
+_PAIR = {"chosen", "rejected"}
 
 
 @dataclass(kw_only=True)
@@ -159,7 +162,38 @@ class RewardTrainer(TextTrainer):
     def score(self, inputs: Any, batch_size: int = 32) -> list[float]:
         """The reward of each input: a text, a conversation (a list of messages), or a record; or a list of them."""
         check_count("batch_size", batch_size)
-        examples = scored_examples(inputs, self._encoder(Encoder))
+        return self._scored(scored_examples(inputs, self._encoder(Encoder)), batch_size)
+
+    def predicted_columns(self, data: Any, batch_size: int | None = None, **options: Any) -> Iterator[dict[str, Any]]:
+        """The `reward` of texts, conversations and prompts with completions.
+
+        Of records with a `chosen` and a `rejected` answer, those of both and whether the chosen one scores higher
+        (`correct`). `data` is the path of a file or a list.
+        """
+        self.no_options(options)
+        check_count("batch_size", batch_size or 1)
+        records, size = records_of(data, None), batch_size or self.evaluation_batch_size
+        ids, has_pairs = sample_ids(records), isinstance(records[0], Mapping) and _PAIR & records[0].keys()
+        if has_pairs:
+            pairs: Any = reward_tokens(records, self._encoder(RewardEncoder), **self.token_options(False))
+            if len(pairs) != len(records):
+                raise DataError(not_scored(f"{len(records) - len(pairs)} records"))
+            examples = [pairs[i][part] for i in range(len(pairs)) for part in ("chosen", "rejected")]
+            rewards = np.array(self._scored(examples, 2 * size)).reshape(-1, 2)
+        else:
+            listed = [records[i] for i in range(len(records))]
+            rewards = np.array(self._scored(scored_examples(listed, self._encoder(Encoder)), size))
+        for first in range(0, len(rewards), size):
+            part = rewards[first : first + size]
+            index = list(range(first, first + len(part)))
+            columns = {"reward": part}
+            if has_pairs:
+                better = part[:, 0] > part[:, 1]
+                columns = {"chosen_reward": part[:, 0], "rejected_reward": part[:, 1], "correct": better}
+            yield {"index": index, "id": [next(ids) for _ in index], **columns}
+
+    def _scored(self, examples: Sequence[Any], batch_size: int) -> list[float]:
+        """The rewards of tokenised texts."""
         order = sorted(range(len(examples)), key=lambda i: len(examples[i]["input_ids"]))  # less padding
         found: dict[int, float] = {}
         with self.eval_mode():

@@ -6,7 +6,7 @@ Pairs are tokenised in `data.text.source_target`; the model and its greedy gener
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,14 +17,15 @@ import numpy as np
 from flax import nnx
 
 from trainformer.backends.jax.step import VALID
-from trainformer.core.errors import BadArgument, DataError, expected
+from trainformer.core.errors import BadArgument, DataError, check_count, expected
 from trainformer.core.types import Loss
+from trainformer.data.ids import sample_ids
 from trainformer.data.labels import is_stream
 from trainformer.data.text.collate import token_batch
 from trainformer.data.text.prepare import has_tokens
 from trainformer.data.text.records import StandardRecords
-from trainformer.data.text.source_target import PairDataset, PairEncoder
-from trainformer.data.text.sources import load_text
+from trainformer.data.text.source_target import PairDataset, PairEncoder, SourceEncoder, source_key
+from trainformer.data.text.sources import load_text, records_of
 from trainformer.data.text.store import tokenize
 from trainformer.jax.text_trainer import TextArguments, TextTrainer, build_model, refuse_values, valid_labels
 from trainformer.losses.jax.tokens import IGNORE_INDEX, RowSums, row_sums
@@ -177,17 +178,45 @@ class Seq2SeqTrainer(TextTrainer):
                 expected("no options: targets are generated greedily", ", ".join(options), "Leave it out.")
             )
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        if self.text is None:
-            raise BadArgument(expected("a tokenizer (processing_class) to generate with", None))
         if not texts or any(not isinstance(text, str) or not text for text in texts):
             raise BadArgument(expected("sources of at least one character", prompts))
-        rows = self.pairs.sources(texts)
-        longest = max(map(len, rows))
+        written = self._written(self._pairs_encoder().sources(texts), max_new_tokens)
+        return written[0] if isinstance(prompts, str) else written
+
+    def predicted_columns(
+        self, data: Any, batch_size: int | None = None, *, max_new_tokens: int | None = None, **options: Any
+    ) -> Iterator[dict[str, Any]]:
+        """The `prompt`, which is the source, and the `text` generated for each record, as `generate` does.
+
+        `data` is the path of a file, or a list of sources or of records; targets are not needed.
+        """
+        self.no_options(options)
+        check_count("batch_size", batch_size or 1)
+        records, size = records_of(data, None), batch_size or self.evaluation_batch_size
+        arguments, key, ids = self.arguments, source_key(records[0]), sample_ids(records)
+        encoder = SourceEncoder(self._pairs_encoder().tokenizer, arguments.max_source_length, key, arguments.prefix)
+        rows = [piece.input_ids for (piece,) in encoder.encode_all([records[i] for i in range(len(records))])]
+        for first in range(0, len(rows), size):
+            chosen = rows[first : first + size]
+            filled = chosen + chosen[-1:] * (size - len(chosen))  # one shape: nothing is compiled again
+            texts = self._written(filled, max_new_tokens, max(map(len, rows)))[: len(chosen)]
+            index = list(range(first, first + len(chosen)))
+            prompts = self.text.batch_decode([row.tolist() for row in chosen], skip_special_tokens=True)
+            yield {"index": index, "id": [next(ids) for _ in index], "prompt": prompts, "text": texts}
+
+    def _pairs_encoder(self) -> PairEncoder:
+        if self.text is None:
+            raise BadArgument(expected("a tokenizer (processing_class) to generate with", None))
+        return self.pairs
+
+    def _written(self, rows: Sequence[Any], count: int | None, longest: int = 0) -> list[str]:
+        """The texts generated for tokens, with room for a source of `longest` tokens."""
+        longest = max(longest, *map(len, rows))
         length = min(self.arguments.max_source_length, -(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)
         batch = token_batch([{"input_ids": row} for row in rows], length, self.pad_id)
         ids, mask = jnp.asarray(batch["input_ids"]), jnp.asarray(batch["attention_mask"])
         with self.eval_mode():
-            count = max_new_tokens or self.arguments.max_target_length
+            count = count or self.arguments.max_target_length
             tokens = np.asarray(self.model_state.model.generate(ids, count, mask))
-        written = self.text.batch_decode(tokens, skip_special_tokens=True)
-        return written[0] if isinstance(prompts, str) else written
+        written: list[str] = self.text.batch_decode(tokens, skip_special_tokens=True)
+        return written

@@ -124,6 +124,7 @@ class Settings:
     gradient_clip: float | None = 1.0
     optimizer: Any = "adamw"  # name, or {"name": ..., options}
     scheduler: Any = "onecycle"  # constant, linear, cosine, onecycle, wsd; None: constant without warmup
+    ema: float | None = None  # decay of an EMA of the weights, used for evaluation and export (the callback EMA)
     nonfinite: str = "raise"  # raise, skip
     drop_last: bool = False  # drop the last batch of an epoch if it is smaller
 
@@ -171,7 +172,6 @@ REFUSED: dict[str, str] = {
     "exit_on_signal": "A run on JAX saves and exits on a signal.",
     "weight_decay_end": _ON_TORCH,
     "layer_decay": _ON_TORCH,
-    "ema": "Pass the callback EMA.",
     "oom": "Use a smaller batch_size with accumulation_steps.",
     "bad_samples": "Remove them from the data.",
     "sampler": "Every sample is seen once per epoch; a Mixture weighs sources.",
@@ -194,12 +194,16 @@ REFUSED: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A trainer on JAX: its class, its arguments with their class, and its other keywords, all as plain values."""
+    """A trainer on JAX: its class, its arguments with their class, and its other keywords, all as plain values.
+
+    `ema` is the decay of a callback EMA that it gets.
+    """
 
     trainer: str
     arguments_type: str
     arguments: dict[str, Any]
     keywords: dict[str, Any]
+    ema: float | None = None
 
 
 def plan(
@@ -221,7 +225,7 @@ def plan(
     trainer, kind, own, named = _PLANNERS[task](chosen, "max_length" in options)
     if adapter is not None:
         named["lora"] = _lora(_checked(LoRA, adapter, "LoRA"), trainer)
-    return Plan(trainer, kind, {**arguments, **own}, {**named, **keywords})
+    return Plan(trainer, kind, {**arguments, **own}, {**named, **keywords}, common.ema)
 
 
 def make_trainer(
@@ -255,7 +259,14 @@ def make_trainer(
     made = plan(task, of_task, settings, {} if adapter is True else adapter or None)
     package = importlib.import_module(_PACKAGE)
     arguments = getattr(package, made.arguments_type)(**made.arguments)
-    return getattr(package, made.trainer)(arguments, **made.keywords)
+    keywords = dict(made.keywords)
+    if made.ema is not None:
+        from trainformer.callbacks import EMA
+
+        given = list(keywords.get("callbacks") or ())
+        has_own = any(isinstance(callback, EMA) for callback in given)
+        keywords["callbacks"] = given if has_own else [*given, EMA(decay=made.ema)]
+    return getattr(package, made.trainer)(arguments, **keywords)
 
 
 def refuse(name: str, owner: str) -> BadArgument | None:

@@ -6,9 +6,10 @@ Classes are found in `data.text.labels`, texts are tokenised in `data.text.label
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,8 +20,9 @@ import optax
 from flax import nnx
 
 from trainformer.backends.jax.step import VALID
-from trainformer.core.errors import BadArgument, expected
+from trainformer.core.errors import BadArgument, DataError, check_count, expected
 from trainformer.core.types import Loss
+from trainformer.data.ids import sample_ids
 from trainformer.data.mixture.mixture import Mixture
 from trainformer.data.text.collate import token_batch
 from trainformer.data.text.labelled import LabelledTexts, TextEncoder, label_values, split_item
@@ -29,6 +31,7 @@ from trainformer.data.text.sources import records_of
 from trainformer.data.text.store import tokenize
 from trainformer.data.text.token_records import only_columns
 from trainformer.jax.arguments import TrainingArguments
+from trainformer.jax.recorded import NoTrainingData
 from trainformer.jax.text_trainer import LoRAConfig, TextArguments, TextTrainer, build_model, refuse_values
 from trainformer.losses.jax.tokens import IGNORE_INDEX, row_sums
 from trainformer.models.jax.bert import Bert, BertConfig
@@ -36,6 +39,7 @@ from trainformer.models.jax.huggingface import check_family, find_folder, read_m
 
 _HEAD = "sequence_classification"
 _INPUTS = ("attention_mask", "token_type_ids")
+_LENGTH_MULTIPLE = 64  # as in training
 
 
 @dataclass(kw_only=True)
@@ -199,26 +203,82 @@ class SequenceClassificationTrainer(TextTrainer):
         inputs = {name: batch[name] for name in _INPUTS if name in batch}
         return model(batch["input_ids"], **inputs, deterministic=key is None, key=key).astype(jnp.float32)
 
+    # -- to be built again from a checkpoint ---------------------------------------------------------------------
+
+    def learned(self) -> dict[str, Any]:
+        """The classes."""
+        return dataclasses.asdict(self.labels)
+
+    def check_learned(self, learned: dict[str, Any]) -> None:
+        """A resumed run must number the classes in the same way."""
+        saved, own = _labels_of(learned), self.labels
+        if (saved.problem, saved.count, saved.names) != (own.problem, own.count, own.names):
+            do = f"Pass class_names={list(saved.names)}." if saved.names else f"Pass num_classes={saved.count}."
+            ours, theirs = (list(each.names) if each.names else each.count for each in (own, saved))
+            raise DataError(
+                expected(f"a checkpoint with the classes {ours} ({own.problem})", f"{theirs} ({saved.problem})", do)
+            )
+
     # -- predictions ---------------------------------------------------------------------------------------------
 
-    def predict(self, texts: Any) -> np.ndarray:
+    @property
+    def class_names(self) -> list[str] | None:
+        """The names of the classes, if they have names."""
+        return None if self.labels.names is None else list(self.labels.names)
+
+    def predict(self, texts: Any, batch_size: int | None = None) -> np.ndarray:
         """The probabilities of the classes (texts, classes), or the values of a regression.
 
         `texts` is a text, a list of texts or of records as in training (labels are not needed), or the `Path` of a
         file. Multi-label probabilities do not sum to 1.
         """
         records = [texts] if isinstance(texts, str) else records_of(texts, None)
+        return np.concatenate([found for _, found in self._predicted(records, batch_size)])
+
+    def predicted_columns(self, data: Any, batch_size: int | None = None, **options: Any) -> Iterator[dict[str, Any]]:
+        """The `prediction`, its `probability` and all `probabilities` of texts, with the name of the `class` if known.
+
+        Of a multi-label problem, `prediction` has a boolean and `classes` the names of the chosen classes; of a
+        regression there is a `value`. `data` is the path of a file, or a list of texts or records, without labels.
+        """
+        self.no_options(options)
+        records, names = records_of(data, None), self.class_names
+        ids = sample_ids(records)
+        for index, found in self._predicted(records, batch_size):
+            columns: dict[str, Any] = {"index": index, "id": [next(ids) for _ in index]}
+            if self.labels.problem == "regression":
+                columns["value"] = found[:, 0] if self.labels.count == 1 else found
+            elif self.labels.problem == "multi":
+                chosen = found > 0.5
+                named = [[name for name, holds in zip(names or (), row, strict=False) if holds] for row in chosen]
+                columns |= {} if names is None else {"classes": named}
+                columns |= {"prediction": chosen, "probabilities": found}
+            else:
+                best = found.argmax(-1)
+                columns |= {} if names is None else {"class": [names[number] for number in best]}
+                columns |= {"prediction": best, "probability": found.max(-1), "probabilities": found}
+            yield columns
+
+    def _predicted(self, records: Any, batch_size: int | None) -> Iterator[tuple[list[int], np.ndarray]]:
+        """The numbers of records and what `predict` returns for them, a batch at a time."""
+        check_count("batch_size", batch_size or 1)
         encoder = TextEncoder(self.text, self.max_length, self.labels, records[0], labelled=False)
         pieces = encoder.encode_all([records[i] for i in range(len(records))])
         samples = [{**split_item(piece._asdict()), "label": self.labels.encode(None)} for (piece,) in pieces]
-        size, longest = self.batch_sizes.evaluation, max(len(sample["input_ids"]) for sample in samples)
-        length, found = max(self.batch_length, longest), []
-        with self.eval_mode():
-            for start in range(0, len(samples), size):
-                rows = samples[start : start + size]
-                batch = self.collect_texts(rows + rows[-1:] * (size - len(rows)), length)  # one shape: one compilation
-                found.append(np.asarray(jax.jit(self._predict)(self.model_state, batch))[: len(rows)])
-        return np.concatenate(found)
+        size = batch_size or self.batch_sizes.evaluation
+        multiple = math.lcm(_LENGTH_MULTIPLE, self.mesh.shape["sp"])
+        longest = -(-max(len(sample["input_ids"]) for sample in samples) // multiple) * multiple
+        length = max(self._longest, min(self.max_length, longest))
+        for start in range(0, len(samples), size):
+            rows = samples[start : start + size]
+            batch = self.collect_texts(rows + rows[-1:] * (size - len(rows)), length)  # one shape: one compilation
+            with self.eval_mode():
+                found = np.asarray(self._compiled(self.model_state, batch))
+            yield list(range(start, start + len(rows))), found[: len(rows)]
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return jax.jit(self._predict)
 
     def _predict(self, state: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
         logits = self._logits(state.model, batch, None)
@@ -234,8 +294,19 @@ class SequenceClassificationTrainer(TextTrainer):
         return [dict(sorted(row.items(), key=lambda pair: -pair[1])[:top]) for row in named]
 
 
+def _labels_of(learned: Mapping[str, Any]) -> Labels:
+    """The classes that a checkpoint recorded."""
+    try:
+        tuples = {name: tuple(value) for name, value in learned.items() if isinstance(value, list)}
+        return Labels(**{**learned, **tuples})
+    except TypeError as error:
+        raise DataError(expected("the classes of a run in its record", str(error))) from error
+
+
 def _records(data: Any) -> Any:
-    """The records of training data, except for those of a mixture."""
+    """The records of training data, except for those of a mixture and of data that are not there."""
+    if isinstance(data, NoTrainingData):
+        return data
     mixed = data if isinstance(data, Mixture) else Mixture.from_mapping(data) if isinstance(data, Mapping) else None
     return mixed if isinstance(mixed, Mixture) else records_of(data, None)
 
@@ -249,6 +320,8 @@ def _known_names(model: Any) -> tuple[str, ...] | None:
 
 def _find_labels(arguments: Any, records: Any, known: tuple[str, ...] | None) -> Labels:
     """The classes: given, or of the training data, or of the model."""
+    if isinstance(records, NoTrainingData):
+        return _labels_of(records.learned)
     given = arguments.class_names or arguments.num_classes or arguments.problem == "regression" or known
     if records is None or isinstance(records, Mixture):
         if not given:

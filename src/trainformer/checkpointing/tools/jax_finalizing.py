@@ -21,12 +21,13 @@ from trainformer.checkpointing import Checkpoint
 from trainformer.checkpointing.tools.choosing import settings_in
 from trainformer.checkpointing.tools.finalized import GGUF, REPORT, Finalized, drafting, publish, weights_size
 from trainformer.checkpointing.tools.jax_models import FILE as RECORD
-from trainformer.checkpointing.tools.jax_models import TrainerRecord, read_average, read_weights
+from trainformer.checkpointing.tools.jax_models import TrainerRecord, read_weights
 from trainformer.checkpointing.tools.model_card import write_card
 from trainformer.core.errors import BadArgument, DataError, expected
-from trainformer.models.jax.families.family import family_of
 from trainformer.models.jax.huggingface import load_model, save_model
 from trainformer.models.jax.lora import merge_lora
+from trainformer.models.jax.reward import RewardModel
+from trainformer.models.jax.t5 import T5
 
 _ARGUMENTS = "training_arguments.json"
 _TOKENS = 16
@@ -51,9 +52,8 @@ def finalize_jax(
         if value is not None:
             raise BadArgument(expected(f"no {name} for a run on JAX", str(value), _ADVICE[name]))
     record, settings = TrainerRecord.read(checkpoint.path), settings_in(checkpoint)
-    average, weights = read_average(checkpoint, ema), read_weights(checkpoint)
-    weights |= average[1]
-    kind = None if record.config is None else family_of(record.config["model_type"]).task_type
+    average, weights = read_weights(checkpoint, ema)
+    kind = record.task_type
     if gguf is not None and kind != "CAUSAL_LM":
         raise BadArgument(expected("a causal language model to write as GGUF", record.trainer, "Leave gguf out."))
     with drafting(target) as draft:
@@ -73,7 +73,7 @@ def finalize_jax(
             "kind": None if kind is None else kind.lower(),
             "base": record.base,
         }
-        facts |= {"adapter": made.get("adapter"), "ema": average[0], "step": checkpoint.step}
+        facts |= {"adapter": made.get("adapter"), "ema": average, "step": checkpoint.step}
         write_card(folder, checkpoint, settings, facts)
         result = Finalized(
             out=target,
@@ -81,7 +81,7 @@ def finalize_jax(
             step=checkpoint.step,
             files=tuple(sorted([*(path.name for path in folder.iterdir()), REPORT])),
             size=weights_size(folder),
-            ema=average[0],
+            ema=average,
             gguf=gguf,
             notes=(note,) if note else (),
             **made,
@@ -124,7 +124,12 @@ def _outputs(model: Any) -> np.ndarray:
     else:
         side = getattr(config, "image_size", None) or 64
         inputs = jnp.asarray(random.standard_normal((2, side, side, config.num_channels)), jnp.float32)
-    return np.asarray(jax.jit(lambda x: model(x).astype(jnp.float32))(inputs))
+    options: dict[str, Any] = {}
+    if isinstance(model, T5):
+        options["decoder_input_ids"] = inputs
+    elif isinstance(model, RewardModel):
+        options["last"] = jnp.full(len(inputs), inputs.shape[1] - 1)
+    return np.asarray(jax.jit(lambda x: model(x, **options).astype(jnp.float32))(inputs))
 
 
 def _check_equal(wanted: np.ndarray, found: np.ndarray, folder: Path, is_merged: bool) -> None:

@@ -22,8 +22,8 @@ from trainformer.checkpointing.tools.choosing import choose_ema
 from trainformer.checkpointing.tools.listing import JAX_STATE
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.models.jax.families.family import family_of
-from trainformer.models.jax.huggingface import flat_params, saved_config
-from trainformer.models.jax.lora import apply_lora
+from trainformer.models.jax.huggingface import described_family, flat_params, saved_config
+from trainformer.models.jax.lora import apply_lora, quantization_of, quantize_frozen
 from trainformer.utils.files import decode_json
 
 FILE = "trainer.json"
@@ -46,6 +46,7 @@ class TrainerRecord:
     opaque: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] | None = None
     lora: dict[str, Any] | None = None
+    quantization: str | None = None  # of the frozen weights, with LoRA
     base: str | None = None  # the folder or hub name that the model was loaded from
     learned: dict[str, Any] = field(default_factory=dict)
 
@@ -67,6 +68,7 @@ class TrainerRecord:
             opaque,
             _config_of(model),
             None if settings is None else dataclasses.asdict(settings),
+            None if settings is None else quantization_of(model),
             getattr(trainer, "base_folder", None),
             trainer.learned(),
         )
@@ -75,6 +77,11 @@ class TrainerRecord:
         """Write the file; returns its name."""
         (folder / FILE).write_text(json.dumps({"version": _VERSION, **dataclasses.asdict(self)}, indent=1))
         return FILE
+
+    @property
+    def task_type(self) -> str | None:
+        """What the model is for, as peft names it; None if that is not known."""
+        return None if self.config is None else described_family(self.config).task_type
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -101,12 +108,15 @@ class TrainerRecord:
                 f"Expected a model of trainformer.models.jax, which its configuration describes; this {self.trainer} "
                 "trained a module of its own, which no file can build again."
             )
-        config = family_of(self.config.get("model_type")).read_config(self.config)
+        family = described_family(self.config)
+        config = family.read_config(self.config)
 
         def build() -> Any:
-            model = family_of(config.model_type).build(config, rngs=nnx.Rngs(params=0))
+            model = family.build(config, rngs=nnx.Rngs(params=0))
             if self.lora is not None:
                 apply_lora(model, **{**self.lora, "targets": list(self.lora["targets"])})
+            if self.quantization is not None:
+                quantize_frozen(model, self.quantization)
             return model
 
         try:
@@ -124,9 +134,16 @@ class TrainerRecord:
         return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
-def read_weights(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
-    """Parameters and batch statistics of a checkpoint by path, on the host."""
-    return _arrays_of(checkpoint, JAX_STATE)
+def read_weights(checkpoint: Checkpoint, ema: bool | str | None = False) -> tuple[str | None, dict[str, np.ndarray]]:
+    """Parameters and batch statistics of a checkpoint by path, on the host, and which average they are of, if any.
+
+    `ema` is as in `checkpoint.finalize`. The averages, in float32, get the dtypes of the trained weights.
+    """
+    weights, key = _arrays_of(checkpoint, JAX_STATE), choose_ema(checkpoint.manifest.components, ema)
+    if key is not None:
+        averages = _arrays_of(checkpoint, key.replace("callback.", "average.", 1))
+        weights |= {name: array.astype(weights[name].dtype) for name, array in averages.items()}
+    return key, weights
 
 
 def _arrays_of(checkpoint: Checkpoint, key: str) -> dict[str, np.ndarray]:
@@ -139,14 +156,6 @@ def _arrays_of(checkpoint: Checkpoint, key: str) -> dict[str, np.ndarray]:
     dataclasses.replace(checkpoint.manifest, components={key: records}).verify(checkpoint.path)
     arrays = read_arrays(checkpoint.path / key, _WEIGHTS)
     return {name.partition("/")[2]: array for name, array in arrays.items()}
-
-
-def read_average(checkpoint: Checkpoint, ema: bool | str | None) -> tuple[str | None, dict[str, np.ndarray]]:
-    """The component with the average of the weights to take, and its arrays by path; None for the trained weights."""
-    key = choose_ema(checkpoint.manifest.components, ema)
-    if key is None:
-        return None, {}
-    return key, _arrays_of(checkpoint, key.replace("callback.", "average.", 1))
 
 
 def _config_of(model: Any) -> dict[str, Any] | None:

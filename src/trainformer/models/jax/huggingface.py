@@ -325,13 +325,7 @@ def read_model_config(folder: Path, scored: bool = False) -> tuple[Family, Any]:
     With `scored`, that of the reward model with this decoder.
     """
     config = read_json(folder / CONFIG)
-    family = family_of(config.get("model_type"))
-    is_decoder = family.task_type == "CAUSAL_LM"
-    if is_decoder and str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification"):
-        check_outputs(config)
-        scored = True
-    if is_decoder and scored:
-        family = family_of(config["model_type"] + SCORED)
+    family = described_family(config, scored)
     try:
         return family, family.read_config(config)
     except BadArgument as error:
@@ -339,6 +333,17 @@ def read_model_config(folder: Path, scored: bool = False) -> tuple[Family, Any]:
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         what = f"a configuration of a {config['model_type']}"
         raise DataError(f"{folder / CONFIG} is not {what} ({type(error).__name__}: {error}).") from error
+
+
+def described_family(config: Mapping[str, Any], scored: bool = False) -> Family:
+    """The family of the model that the content of a ``config.json`` describes, which may be a reward model."""
+    family = family_of(config.get("model_type"))
+    if family.task_type != "CAUSAL_LM":
+        return family
+    if str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification"):
+        check_outputs(config)
+        scored = True
+    return family_of(config["model_type"] + SCORED) if scored else family
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -106,6 +106,12 @@ def quantize_frozen(model: Model, kind: str) -> None:
             layer.quantize(kind)
 
 
+def quantization_of(model: Model) -> str | None:
+    """How the frozen kernels of a model are stored; None if they are not quantized."""
+    found = (layer.quantization for layer in _linear_layers(model).values() if layer.quantization is not None)
+    return next((quantization.kind for quantization in found), None)
+
+
 def merge_lora(model: Model) -> Model:
     """Merge LoRA into the kernels and remove it, in place. Returns the model. Quantized kernels are dequantized."""
     layers = _linear_layers(model).values()

@@ -158,6 +158,9 @@ class JaxRun(Run):
             lambda: {"configured": self._configured_lr, "lr": self.owner.lr}, self._load_schedule
         )
         common = [*common_components(self), StateComponent("schedule", schedule, required=False, format="json")]
+        if self.owner._overrides("check_learned"):
+            learned = StatefulAdapter(self.owner.learned, lambda state: None, self.owner.check_learned)
+            common.append(StateComponent("learned", learned, required=False, format="json"))
         callbacks = self.callbacks.named()
         found = jax_components(self.backend, self.train_source, self.state, common, callback_states(callbacks))
         averages = {name: getattr(callback, "average", None) for name, callback in callbacks.items()}
