@@ -10,9 +10,14 @@ from typing import Any
 from trainformer.core.errors import DataError, expected
 from trainformer.data.dataset import IndexedDataset
 from trainformer.data.fetcher import unwrap_subsets
-from trainformer.data.folder import ImageFiles, LabelledFiles
 from trainformer.data.labels import HF_DATASET, is_instance_of
 
+# By their names: they are datasets of torch.
+_IMAGE_FILES = "trainformer.data.folder.ImageFiles"
+_LABELLED_FILES = (
+    "trainformer.data.folder.LabelledFiles",
+    "torchvision.datasets.folder.DatasetFolder",  # with the same attributes
+)
 ID_KEYS = (
     "id",
     "idx",
@@ -48,10 +53,9 @@ def _known(dataset: Any) -> Sequence[Any] | None:
     root, ids = getattr(dataset, "root", None), getattr(dataset, "ids", None)
     if isinstance(ids, Sequence):
         return ids
-    if isinstance(dataset, ImageFiles):
+    if is_instance_of(dataset, _IMAGE_FILES):
         return [os.path.relpath(file, dataset.root) for file in dataset.files]
-    # torchvision's folders have the same attributes as ours.
-    if isinstance(dataset, LabelledFiles) or is_instance_of(dataset, "torchvision.datasets.folder.DatasetFolder"):
+    if any(is_instance_of(dataset, name) for name in _LABELLED_FILES):
         below = os.path.join(str(root), "")
         return [str(path).removeprefix(below) for path, _ in dataset.samples]
     if is_instance_of(dataset, HF_DATASET):
