@@ -91,8 +91,10 @@ def spec_of(model, path, shape, mesh):
     """By the model's partition rules, without axes that do not divide."""
     rule = next(spec for pattern, spec in model.partition_rules if re.search(pattern, path))
     padded = (*[None] * (len(shape) - len(rule)), *rule) if rule else ()
-    fits = [axis if axis in mesh.shape and size % mesh.shape[axis] == 0 else None for axis, size in zip(padded, shape)]
-    return PartitionSpec(*fits)
+    pairs = zip(padded, shape, strict=False)
+    return PartitionSpec(
+        *(axis if axis and not size % mesh.shape.get(axis, size + 1) else None for axis, size in pairs)
+    )
 
 
 def gradients(name, config, dims):
