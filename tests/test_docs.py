@@ -36,6 +36,8 @@ SLOW = {
     "detection.md",
     "getting-started.md",
     "image-classification.md",
+    "jax-language.md",
+    "jax-models.md",
     "jax.md",
     "language.md",
     "multimodal.md",
