@@ -36,6 +36,8 @@ SLOW = {
     "detection.md",
     "getting-started.md",
     "image-classification.md",
+    "jax-language.md",
+    "jax-models.md",
     "jax.md",
     "language.md",
     "multimodal.md",
@@ -167,3 +169,26 @@ def test_every_setting_is_in_the_table_with_its_default(page, record):
         if f.init
     }
     assert written == defaults
+
+
+@pytest.mark.parametrize(
+    ("page", "kinds"),
+    [
+        ("jax.md", ["TrainingArguments"]),
+        (
+            "jax-language.md",
+            ["SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "GRPOConfig", "DistillationConfig", "LoRAConfig"],
+        ),
+        ("jax-models.md", ["MaskedLMConfig", "SequenceClassificationConfig", "Seq2SeqConfig"]),
+    ],
+)
+def test_every_argument_on_jax_is_described(page, kinds):
+    package = pytest.importorskip("trainformer.jax")
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    shared = {f.name for f in dataclasses.fields(package.TrainingArguments)} if page != "jax.md" else set()
+    if page == "jax-models.md":
+        shared |= {f.name for f in dataclasses.fields(package.DPOConfig)} - {"label_smoothing"}
+    for kind in kinds:
+        names = {f.name for f in dataclasses.fields(getattr(package, kind)) if f.init} - shared
+        missing = [name for name in sorted(names) if f"`{name}`" not in text and f"`{name}=" not in text]
+        assert not missing, f"docs/{page} says nothing about {missing} of {kind}"

@@ -11,6 +11,7 @@ from step_zero import ON_TORCH, ONE_STEP, assert_same_gradients, assert_same_met
 from text_trainer_toys import devices, make_folder, pairs, save_changed, trainer_of
 
 import text_toys as toys
+from trainformer.callbacks import GradientMonitor, Throughput
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.data import train_tokenizer
 from trainformer.jax import DistillationConfig, DistillationTrainer, LoRAConfig
@@ -150,6 +151,16 @@ def test_the_base_as_teacher_and_lora(folder, tmp_path):
         assert after["eval_ce"] < before["eval_ce"]
         if lora is not None:
             assert all(path.endswith(("lora_a", "lora_b")) for path in state.trainable)
+
+
+@pytest.mark.slow
+def test_checks_and_measurements_of_a_run_with_a_teacher(folder, teacher, tmp_path):
+    monitors = [GradientMonitor(log_every=1), Throughput(peak_flops=1e9)]
+    options = {"teacher_model": teacher, "callbacks": monitors}
+    trainer = distil(folder, tmp_path, max_steps=1, logging_steps=1, options=options)
+    assert trainer.check().ok
+    trainer.train()
+    assert {"train/grad_norm_max", "train/mfu"} <= trainer.state.log_history[-1].keys()
 
 
 @pytest.mark.slow

@@ -84,6 +84,7 @@ class DistillationTrainer(SFTTrainer):
     """
 
     arguments_type: ClassVar[type[TextArguments]] = DistillationConfig
+    has_router_loss = False
 
     def __init__(
         self,
@@ -173,20 +174,21 @@ class DistillationTrainer(SFTTrainer):
         if self._teacher is None:
             return super().jit_step(step, shardings, train)
 
-        def with_teacher(state: Any, batch: Any, teacher: TrainState) -> Any:
+        def with_teacher(state: Any, batch: Any, teacher: TrainState, **options: Any) -> Any:
             self._traced = teacher
             try:
-                return step(state, batch)
+                return step(state, batch, **options)
             finally:
                 self._traced = None
 
         return JittedStep(with_teacher, self.mesh, shardings, train=train, constants=self._teacher)
 
     def _teacher_of(self, model: Any) -> Any:
-        """The teacher's module while a step is traced."""
-        if self._traced is None:  # the student without its adapter
+        """The teacher's module, whose weights are an argument while a step is traced."""
+        state = self._teacher if self._traced is None else self._traced
+        if state is None:  # the student without its adapter
             return without_adapter(nnx.merge(*nnx.split(model)))
-        teacher: Any = self._traced.merge(self._traced.params, self._traced.variables, self._traced.key)
+        teacher: Any = state.merge(state.params, state.variables, state.key)
         if self.dtype != np.float32:
             set_compute_dtype(teacher, self.dtype)
         return teacher

@@ -18,6 +18,7 @@ from trainformer.engine.cadence import Cadence
 
 _PACKAGE = "trainformer.jax"
 _ON_TORCH = "It exists on torch only."
+_IN_CONFIG = "Pass it to SFTConfig or DPOConfig of trainformer.jax."
 
 
 @dataclass(kw_only=True)
@@ -50,7 +51,7 @@ class DPO:
     truncation: str = "auto"  # of records that are too long: truncate, drop
     prompt_template: str | None = None  # a format string over the fields of a record
     chunk_tokens: int | None = None  # tokens with logits in memory at once
-    loss: str = "sigmoid"  # sigmoid, ipo, hinge; without a reference orpo, simpo
+    loss: str = "sigmoid"  # ipo, hinge, robust, ...: see loss_type of DPOConfig; without a reference orpo, simpo
     beta: float | None = None  # 0.1, for simpo 2
     gamma: float = 1.0  # the target margin of simpo
     label_smoothing: float = 0.0
@@ -132,7 +133,7 @@ class Settings:
     precision: str = "auto"  # auto, no, bf16
     gradient_checkpointing: bool = False
     num_workers: int | None = None  # threads that read samples; None: none
-    sharding_array: list[int] = field(default_factory=lambda: [1, -1, 1, 1])  # of JAX alone: dp, fsdp, tp, sp
+    sharding_array: list[int] = field(default_factory=lambda: [1, -1, 1, 1])  # of JAX alone: dp, fsdp[, ep], tp, sp
 
 
 #: The tasks, adapters and settings by name.
@@ -148,8 +149,11 @@ REFUSED: dict[str, str] = {
     "rope_factor": "Change rope_scaling in the config.json of the model.",
     "on_adapter": "Pass the folder of a model, or lora='folder' to a trainer of trainformer.jax.",
     "base": "Pass the folder of a model, or lora='folder' to a trainer of trainformer.jax.",
-    **dict.fromkeys(("neftune_noise_alpha", "router_aux_loss_coef", "router_z_loss_coef", "router_loss"), _ON_TORCH),
-    **dict.fromkeys(("loss_weights", "discopop_tau", "f_divergence", "f_alpha", "ld_alpha"), _ON_TORCH),
+    **dict.fromkeys(("neftune_noise_alpha", "ld_alpha"), _ON_TORCH),
+    **dict.fromkeys(("router_aux_loss_coef", "router_z_loss_coef", "router_loss"), _IN_CONFIG),
+    **dict.fromkeys(("loss_weights", "discopop_tau"), _IN_CONFIG),
+    "f_divergence": "Pass f_divergence_type to DPOConfig of trainformer.jax.",
+    "f_alpha": "Pass f_alpha_divergence_coef to DPOConfig of trainformer.jax.",
     # of image classification
     "pretrained": "A folder or hub name has its weights; for new ones train a module with ImageClassificationTrainer.",
     "in_chans": "The images say it.",
@@ -187,7 +191,7 @@ REFUSED: dict[str, str] = {
     "prefetch_factor": "Batches are read ahead.",
     "worker_context": "num_workers are threads.",
     "pin_memory": "Batches are copied while the step before runs.",
-    "strategy": "Use sharding_array: dp, fsdp, tp, sp.",
+    "strategy": "Use sharding_array: dp, fsdp, tp, sp or dp, fsdp, ep, tp, sp.",
     "dispatch_batches": "Every process reads the rows of its devices.",
 }
 

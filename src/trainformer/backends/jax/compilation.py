@@ -41,7 +41,7 @@ class JittedStep:
         constants: Any = None,
     ) -> None:
         self.mesh = mesh
-        self._constants = () if constants is None else (constants,)
+        self.constants = () if constants is None else (constants,)
         self.compilations = Compilations(name or ("train step" if train else "eval step"))
         self._train = train
         self._step = step
@@ -67,7 +67,7 @@ class JittedStep:
         replicated = NamedSharding(self.mesh, PartitionSpec())
         return jax.jit(
             step,
-            in_shardings=(self._shardings, batch, *jax.tree.map(lambda leaf: leaf.sharding, self._constants)),
+            in_shardings=(self._shardings, batch, *jax.tree.map(lambda leaf: leaf.sharding, self.constants)),
             out_shardings=(self._shardings, replicated) if self._train else replicated,
             donate_argnums=0 if self._train else (),
             compiler_options=_compiler_options(self.mesh.devices.flat[0].platform),
@@ -82,12 +82,12 @@ class JittedStep:
         if state.tx is not known.tx or state.graphdef is not known.graphdef or state.trainable is not known.trainable:
             self._adapt(state)
         with jax.set_mesh(self.mesh):
-            return self._function_for(batch)(state, batch, *self._constants)
+            return self._function_for(batch)(state, batch, *self.constants)
 
     def compiled(self, state: TrainState, batch: Any) -> Any:
         """The compiled program for these arguments, which knows the memory that it needs."""
         with jax.set_mesh(self.mesh):
-            return self._function_for(batch).lower(state, batch).compile()
+            return self._function_for(batch).lower(state, batch, *self.constants).compile()
 
     def _adapt(self, state: TrainState) -> None:
         """Use the same shardings for a state with different static fields; may cause a recompilation."""
@@ -153,8 +153,8 @@ def _rows(batch: Any) -> int:
 
 
 def _with_options(step: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    def configured(state: TrainState, batch: Any) -> Any:
-        return step(state, batch, **options)
+    def configured(state: TrainState, batch: Any, *constants: Any) -> Any:
+        return step(state, batch, *constants, **options)
 
     configured.__name__ = getattr(step, "__name__", "step")
     return configured
