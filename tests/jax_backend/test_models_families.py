@@ -18,13 +18,13 @@ import peft
 import pytest
 import torch
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax_family_toys import family_configs
 from jax_model_toys import furthest, logits, pairs_of, tokens, torch_logits
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from trainformer.backends.jax.sharding import AXES
+from trainformer.backends.jax.sharding import make_mesh
 from trainformer.jax.text_trainer import TextTrainer
 from trainformer.models.jax import apply_lora, load_model, merge_lora, save_lora
 from trainformer.models.jax.families.family import family_of
@@ -110,7 +110,7 @@ def test_logits_and_gradients_match_transformers_on_one_device_and_on_a_mesh(nam
     wanted = of_transformers(theirs, ours.config)
     got = of_ours(ours)
     assert_close(wanted, got)
-    mesh = jax.make_mesh((1, 2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 4)
+    mesh = make_mesh((1, 2, 2, 2), jax.devices())
     sharded = {}
 
     def place(path, array):
