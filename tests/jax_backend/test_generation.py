@@ -52,8 +52,8 @@ def greedy(theirs, ids, mask, count, stops=None):
 # -- against transformers and the forward pass -------------------------------------------------------------------
 
 
-# Mistral's window is 4. Layers of Gemma have different windows, rotary embeddings and soft-caps.
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "mistral", "gemma2", "gemma3", "mixtral"])
+# Mixtral's window is 6. Layers of Gemma have different windows, rotary embeddings and soft-caps.
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "gemma3", "mixtral"])
 def test_greedy_tokens_and_their_log_probs(pair, name):
     theirs, ours, _ = pair(name)
     ids = tokens(3, 9)
@@ -186,12 +186,10 @@ def test_the_loop_ends_with_the_last_row(pair, monkeypatch):
     assert len(calls) == lengths.max() <= 4
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_meshes_and_adapters_give_the_same_tokens(pair, name):
-    _, ours, _ = pair(name)
+def test_meshes_and_adapters_give_the_same_tokens(pair):
+    _, ours, _ = pair("llama")
     model = nnx.merge(*nnx.split(ours))
-    targets = ["c_attn"] if name == "gpt2" else ["q_proj", "v_proj"]
-    apply_lora(model, r=2, alpha=32.0, targets=targets)
+    apply_lora(model, r=2, alpha=32.0, targets=["q_proj", "v_proj"])
     for _, layer in nnx.iter_graph(model):
         if getattr(layer, "lora_b", None) is not None:
             layer.lora_b[...] = jax.random.normal(jax.random.key(1), layer.lora_b.shape)
@@ -249,8 +247,6 @@ def test_texts_and_conversations_are_those_of_torch(folder, trainer):
         wanted = torch_texts(model, tokenizer, made, 12, **{"seed": 0, **options})
         assert trainer.generate(prompts, 12, **options) == [each.text for each in wanted]
         assert trainer.generate_texts(made, 12, **options) == wanted
-        columns = trainer.predicted_columns(prompts, 1, max_new_tokens=12, **options)  # a batch per record
-        assert [text for batch in columns for text in batch["text"]] == [each.text for each in wanted]
     assert trainer.generate(chat, 12) == trainer.generate(prompts, 12, batch_size=1)[1]
     assert trainer.generate({"messages": chat}, 12) == trainer.generate(chat, 12)
     assert trainer.generate(chat, 12, do_sample=True, seed=1) != trainer.generate(chat, 12, do_sample=True, seed=2)

@@ -295,7 +295,7 @@ def test_gradient_norms_are_those_of_single_layers(caplog):
         total, weight = token_loss(model, data)
         return total / weight
 
-    grads = nnx.grad(loss)(model).to_pure_dict()
+    grads = nnx.jit(nnx.grad(loss))(model).to_pure_dict()
     parts = []
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
         name = jax.tree_util.keystr(path, simple=True, separator="/")

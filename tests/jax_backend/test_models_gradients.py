@@ -20,9 +20,9 @@ from jax_family_toys import family_configs
 from jax_model_toys import VOCABULARY, configs, vit_config
 
 from trainformer.backends.jax.sharding import make_mesh
-from trainformer.losses.jax import row_sums
+from trainformer.losses.jax.tokens import row_sums
 from trainformer.models.jax import BertConfig
-from trainformer.models.jax.families import family_of
+from trainformer.models.jax.families.family import family_of
 from trainformer.models.jax.reward import scored
 
 ROWS, LENGTH, CLASSES = 16, 16, 4

@@ -64,8 +64,7 @@ def test_losses_do_not_depend_on_mesh_and_accumulation(folder, tmp_path):
     wanted = curve((1, 1, 1, 1))
     assert len(wanted) == 2
     assert len(wanted[0]) == len(NAMES)
-    np.testing.assert_allclose(curve((1, 1, 2, 2, 1), accumulation=2), wanted, rtol=1e-5)
-    np.testing.assert_allclose(curve((1, 1, 2, 1, 2)), wanted, rtol=1e-5)
+    np.testing.assert_allclose(curve((1, 1, 2, 1, 2), accumulation=2), wanted, rtol=1e-5)
     # By itself, each half of a step is less even than the whole.
     assert curve((1, 1, 1, 1), accumulation=2, scope="batch")[0][1] > wanted[0][1] * (1 + 1e-4)
 
