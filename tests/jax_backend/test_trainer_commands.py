@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers as hf
 from encoder_toys import randomised
-from peft import AutoPeftModel
+from peft import AutoPeftModelForCausalLM
 from text_trainer_toys import make_folder, pairs, trainer_of
 
 import text_toys as toys
@@ -248,7 +248,7 @@ def test_exported_and_finalized_folders_open_in_transformers(trained, tmp_path, 
     if made.auto is None:
         assert (Path(folder) / "adapter_config.json").is_file()
         if name != "nf4":  # peft would load the base without rounding it
-            opened = AutoPeftModel.from_pretrained(folder)
+            opened = AutoPeftModelForCausalLM.from_pretrained(folder)
             np.testing.assert_allclose(torch_outputs(opened, ids), wanted, atol=2e-4)
     else:
         np.testing.assert_allclose(torch_outputs(made.auto.from_pretrained(folder), ids), wanted, atol=2e-4)

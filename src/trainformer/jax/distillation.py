@@ -173,10 +173,10 @@ class DistillationTrainer(SFTTrainer):
         if self._teacher is None:
             return super().jit_step(step, shardings, train)
 
-        def with_teacher(state: Any, batch: Any, teacher: TrainState) -> Any:
+        def with_teacher(state: Any, batch: Any, teacher: TrainState, **options: Any) -> Any:
             self._traced = teacher
             try:
-                return step(state, batch)
+                return step(state, batch, **options)
             finally:
                 self._traced = None
 

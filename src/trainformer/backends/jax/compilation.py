@@ -87,7 +87,7 @@ class JittedStep:
     def compiled(self, state: TrainState, batch: Any) -> Any:
         """The compiled program for these arguments, which knows the memory that it needs."""
         with jax.set_mesh(self.mesh):
-            return self._function_for(batch).lower(state, batch).compile()
+            return self._function_for(batch).lower(state, batch, *self._constants).compile()
 
     def _adapt(self, state: TrainState) -> None:
         """Use the same shardings for a state with different static fields; may cause a recompilation."""
@@ -153,8 +153,8 @@ def _rows(batch: Any) -> int:
 
 
 def _with_options(step: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    def configured(state: TrainState, batch: Any) -> Any:
-        return step(state, batch, **options)
+    def configured(state: TrainState, batch: Any, *constants: Any) -> Any:
+        return step(state, batch, *constants, **options)
 
     configured.__name__ = getattr(step, "__name__", "step")
     return configured
