@@ -178,7 +178,9 @@ class JaxBackend:
     def count_flops(self, batch: Any) -> float:
         """The FLOPs of a train step on a batch, over all devices."""
         step = self._train_step
-        return count_flops(step.pure(batch) if isinstance(step, JittedStep) else step, self.state, batch)
+        if isinstance(step, JittedStep):
+            return count_flops(step.pure(batch), self.state, batch, *step.constants)
+        return count_flops(step, self.state, batch)
 
     def _entries(self, output: Mapping[str, Any], size: int, step: int) -> list[Entry]:
         """The metrics of a step as entries to average. Also records whether the step was finite."""

@@ -41,7 +41,7 @@ class JittedStep:
         constants: Any = None,
     ) -> None:
         self.mesh = mesh
-        self._constants = () if constants is None else (constants,)
+        self.constants = () if constants is None else (constants,)
         self.compilations = Compilations(name or ("train step" if train else "eval step"))
         self._train = train
         self._step = step
@@ -54,7 +54,7 @@ class JittedStep:
         self._jitted = self._jit(self.compilations.count_traces(self.pure(None)), batch_sharding(self.mesh))
 
     def pure(self, batch: Any) -> Callable[..., Any]:
-        """The function of (state, batch) that is compiled for a batch, a new object in every call."""
+        """The function of (state, batch, *constants) that is compiled for a batch, a new object in every call."""
         return _with_options(self._step, self._options)
 
     def compute_gradient_norms(self) -> None:
@@ -67,7 +67,7 @@ class JittedStep:
         replicated = NamedSharding(self.mesh, PartitionSpec())
         return jax.jit(
             step,
-            in_shardings=(self._shardings, batch, *jax.tree.map(lambda leaf: leaf.sharding, self._constants)),
+            in_shardings=(self._shardings, batch, *jax.tree.map(lambda leaf: leaf.sharding, self.constants)),
             out_shardings=(self._shardings, replicated) if self._train else replicated,
             donate_argnums=0 if self._train else (),
             compiler_options=_compiler_options(self.mesh.devices.flat[0].platform),
@@ -82,12 +82,12 @@ class JittedStep:
         if state.tx is not known.tx or state.graphdef is not known.graphdef or state.trainable is not known.trainable:
             self._adapt(state)
         with jax.set_mesh(self.mesh):
-            return self._function_for(batch)(state, batch, *self._constants)
+            return self._function_for(batch)(state, batch, *self.constants)
 
     def compiled(self, state: TrainState, batch: Any) -> Any:
         """The compiled program for these arguments, which knows the memory that it needs."""
         with jax.set_mesh(self.mesh):
-            return self._function_for(batch).lower(state, batch, *self._constants).compile()
+            return self._function_for(batch).lower(state, batch, *self.constants).compile()
 
     def _adapt(self, state: TrainState) -> None:
         """Use the same shardings for a state with different static fields; may cause a recompilation."""
