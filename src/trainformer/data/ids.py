@@ -10,7 +10,6 @@ from typing import Any
 from trainformer.core.errors import DataError, expected
 from trainformer.data.dataset import IndexedDataset
 from trainformer.data.fetcher import unwrap_subsets
-from trainformer.data.folder import ImageFiles, LabelledFiles
 from trainformer.data.labels import HF_DATASET, is_instance_of
 
 ID_KEYS = (
@@ -26,6 +25,10 @@ ID_KEYS = (
     "file_name",
     "__key__",
 )
+
+# By name, since their modules import torch.
+_IMAGE_FILES, _LABELLED_FILES = "trainformer.data.folder.ImageFiles", "trainformer.data.folder.LabelledFiles"
+_TORCHVISION_FOLDER = "torchvision.datasets.folder.DatasetFolder"
 
 
 def sample_ids(dataset: Any) -> Iterator[Any]:
@@ -48,10 +51,10 @@ def _known(dataset: Any) -> Sequence[Any] | None:
     root, ids = getattr(dataset, "root", None), getattr(dataset, "ids", None)
     if isinstance(ids, Sequence):
         return ids
-    if isinstance(dataset, ImageFiles):
+    if is_instance_of(dataset, _IMAGE_FILES):
         return [os.path.relpath(file, dataset.root) for file in dataset.files]
     # torchvision's folders have the same attributes as ours.
-    if isinstance(dataset, LabelledFiles) or is_instance_of(dataset, "torchvision.datasets.folder.DatasetFolder"):
+    if is_instance_of(dataset, _LABELLED_FILES) or is_instance_of(dataset, _TORCHVISION_FOLDER):
         below = os.path.join(str(root), "")
         return [str(path).removeprefix(below) for path, _ in dataset.samples]
     if is_instance_of(dataset, HF_DATASET):
