@@ -13,8 +13,8 @@ import pytest
 import torch
 import transformers as hf
 from encoder_toys import randomised
-from peft import AutoPeftModel
-from text_trainer_toys import make_folder, pairs, trainer_of
+from peft import AutoPeftModelForCausalLM
+from text_trainer_toys import batch_of, make_folder, pairs, trainer_of
 
 import text_toys as toys
 import trainformer
@@ -23,6 +23,7 @@ from trainformer.callbacks import EMA
 from trainformer.cli import main
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.models.jax import BertConfig, T5Config
+from trainformer.run import run_of
 
 TEXTS = toys.sentences()
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -74,6 +75,7 @@ def model_of(name: str, root: Path) -> Any:
 
 
 PROMPTS = [text[:12] for text in TEXTS[:3]]
+TOKENS = 6
 LABELLED = {kind: labelled(kind) for kind in ("single", "multi", "regression")}
 LORA = {"r": 2, "targets": "all-linear", "dropout": 0.0}
 CLASSIFIER = hf.AutoModelForSequenceClassification
@@ -136,7 +138,12 @@ def built(name: str, root: Path, **changes: Any) -> Any:
     return trainer_of(kind, kind.arguments_type, model_of(name, root), data, where, **given)
 
 
-@pytest.fixture(scope="module", params=CASES)
+SLOW = ("multi", "regression", "kto_lora", "distillation", "moe")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
+)
 def trained(request, root):
     """A run of two steps."""
     trainer = built(request.param, root)
@@ -171,7 +178,7 @@ def wanted_columns(name: str, made: Case, trainer: Any) -> dict[str, Any]:
         return {"reward": trainer.score(made.inputs)}
     if name == "seq2seq":
         return {"prompt": PROMPTS, "text": trainer.generate(PROMPTS)}
-    return {"prompt": PROMPTS, "text": tj.SFTTrainer.generate(trainer, PROMPTS, 64)}
+    return {"prompt": PROMPTS, "text": tj.SFTTrainer.generate(trainer, PROMPTS, TOKENS)}
 
 
 def test_predictions(trained, tmp_path, capsys):
@@ -183,20 +190,24 @@ def test_predictions(trained, tmp_path, capsys):
             opened.predict("the quick")
         assert main(["predict", str(where / "run"), write_lines(tmp_path / "in.jsonl", TEXTS[:2])]) == 1
         return
-    rows, wanted = opened.predict(made.inputs), wanted_columns(name, made, trainer)
+    generates = name not in (*LABELLED, "reward", "seq2seq")
+    options = {"max_new_tokens": TOKENS} if generates else {}
+    rows, wanted = opened.predict(made.inputs, **options), wanted_columns(name, made, trainer)
     assert len(rows) == len(made.inputs)
     for column, values in wanted.items():
         for row, value in zip(rows, values, strict=True):
             assert same(row[column], value), column
-    assert opened.predict(made.inputs[0]).keys() == rows[0].keys()
+    if not generates:
+        assert opened.predict(made.inputs[0]).keys() == rows[0].keys()
     lines = made.inputs if name in (*LABELLED, "reward", "seq2seq") else [{"prompt": text} for text in made.inputs]
-    assert main(["predict", str(where / "run"), write_lines(tmp_path / "in.jsonl", lines), "--batch-size", "4"]) == 0
+    words = ["--batch-size", "4", "--max-new-tokens", str(TOKENS)]
+    assert main(["predict", str(where / "run"), write_lines(tmp_path / "in.jsonl", lines), *words]) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert printed[0].keys() - {"index", "id"} == wanted.keys()
     for column, values in wanted.items():
         assert all(same(row[column], value) for row, value in zip(printed, values, strict=True)), column
-    generates = name not in (*LABELLED, "reward", "seq2seq")
-    assert main(["generate", str(where / "run"), "--prompt", PROMPTS[0], "--max-new-tokens", "4"]) == (not generates)
+    if not generates:
+        assert main(["generate", str(where / "run"), "--prompt", PROMPTS[0]]) == 1
 
 
 def same(found: Any, wanted: Any) -> bool:
@@ -207,13 +218,15 @@ def same(found: Any, wanted: Any) -> bool:
 
 
 def test_evaluation(trained, tmp_path, capsys):
-    _, made, trainer, where = trained
+    name, made, trainer, where = trained
     file = write_lines(tmp_path / "data.jsonl", made.data)
     if not made.evaluates:
         assert main(["evaluate", str(where / "run"), "--data", file]) == 1
         assert "reward_funcs" in capsys.readouterr().err
         return
     found = answer(capsys, "evaluate", where / "run", "--data", file)["metrics"]
+    if name == "distillation":  # whose step has the teacher as an argument
+        assert run_of(trainer).backend.count_flops(batch_of(trainer)) > 0
     wanted = {metric.replace("eval_", "val/"): value for metric, value in trainer.eval().items()}
     assert found == pytest.approx(wanted, rel=2e-4, abs=2e-5)
 
@@ -248,7 +261,7 @@ def test_exported_and_finalized_folders_open_in_transformers(trained, tmp_path, 
     if made.auto is None:
         assert (Path(folder) / "adapter_config.json").is_file()
         if name != "nf4":  # peft would load the base without rounding it
-            opened = AutoPeftModel.from_pretrained(folder)
+            opened = AutoPeftModelForCausalLM.from_pretrained(folder)
             np.testing.assert_allclose(torch_outputs(opened, ids), wanted, atol=2e-4)
     else:
         np.testing.assert_allclose(torch_outputs(made.auto.from_pretrained(folder), ids), wanted, atol=2e-4)

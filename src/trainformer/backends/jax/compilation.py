@@ -54,7 +54,7 @@ class JittedStep:
         self._jitted = self._jit(self.compilations.count_traces(self.pure(None)), batch_sharding(self.mesh))
 
     def pure(self, batch: Any) -> Callable[..., Any]:
-        """The function of (state, batch) that is compiled for a batch, a new object in every call."""
+        """The function of (state, batch, *constants) that is compiled for a batch, a new object in every call."""
         return _with_options(self._step, self._options)
 
     def compute_gradient_norms(self) -> None:
