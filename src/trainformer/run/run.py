@@ -19,17 +19,17 @@ from trainformer.context import PipelineContext
 from trainformer.engine import Control, DataSource, Event, EventBus, Loop, RunState
 from trainformer.loggers.base import BaseLogger, NoOpLogger
 from trainformer.run.context import current_context
+from trainformer.run.devices import RunDevices
 from trainformer.run.failed_evaluation import saved_if_it_fails
 from trainformer.run.folder import NoFolder, RunFolder
 from trainformer.run.live_control import LiveControl
 from trainformer.run.logging import RunRecords
 from trainformer.run.setup import RunParts
-from trainformer.utils.processes import resident_bytes
 
 logger = logging.getLogger("trainformer")
 
 
-class Run(ABC):
+class Run(RunDevices, ABC):
     """One run, built from its parts. `owner` is the trainer that callbacks receive."""
 
     def __init__(self, owner: Any, parts: RunParts) -> None:
@@ -123,30 +123,6 @@ class Run(ABC):
     def newest_checkpoint(self, checkpointer: Checkpointer) -> Checkpoint | None:
         """The checkpoint to resume from, if there is one."""
         return checkpointer.newest()
-
-    def memory_gb(self) -> float | None:
-        """Peak memory of the device; resident memory of the process where it has none of its own."""
-        peak = self.peak_memory_gb
-        return (resident_bytes() / 1e9 or None) if peak is None else peak
-
-    @property
-    @abstractmethod
-    def peak_memory_gb(self) -> float | None:
-        """Peak memory of the accelerator, or None without one."""
-
-    @property
-    @abstractmethod
-    def accelerator(self) -> str | None:
-        """The vendor's name of the accelerator, or None on a CPU."""
-
-    @property
-    @abstractmethod
-    def num_devices(self) -> int:
-        """Over how many devices the run is spread."""
-
-    @abstractmethod
-    def flops_per_sample(self) -> float | None:
-        """FLOPs of an optimizer step per sample, over all devices; None if they cannot be counted. Changes nothing."""
 
     def evaluation_records(self) -> dict[str, dict[str, Any]]:
         """What to record about the latest evaluation besides its metrics, by kind."""
