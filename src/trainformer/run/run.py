@@ -98,7 +98,7 @@ class Run(RunDevices, ABC):
         """A function that writes files beside the weights of a checkpoint, if there are any."""
         return None
 
-    def check_monitored(self) -> None:  # noqa: B027 - not every entry point knows the names before it evaluates
+    def check_monitored(self) -> None:
         """Raise if something is monitored that no evaluation will have."""
 
     def backend_handlers(self) -> dict[Event, Any]:
@@ -117,7 +117,7 @@ class Run(RunDevices, ABC):
         """Steps `skipped` so far, and `pieces` that batches are split into, as far as known without a sync."""
         return {}
 
-    def check_launch(self) -> None:  # noqa: B027 - most runs have nothing to check
+    def check_launch(self) -> None:
         """Raise if the run cannot train as it was started: its processes not together, or too few steps for a part."""
 
     def newest_checkpoint(self, checkpointer: Checkpointer) -> Checkpoint | None:
