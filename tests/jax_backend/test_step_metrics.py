@@ -67,6 +67,13 @@ def test_packed_and_plain_scalars_are_summed_on_the_device(output):
     assert float(norm * 3) == 15.0
 
 
+def test_sums_of_more_scalars_than_fit_into_one_stack():
+    arrays = [jnp.array([number, 2.0 * number]) for number in range(71)]
+    packed = [PackedScalar(array, position) for array in arrays for position in (0, 1)]
+    assert float(sum_scalars([*packed, *range(71)])) == 4 * sum(range(71))
+    assert float(sum_scalars([1] * 100)) == 100.0
+
+
 def test_a_batch_for_a_jitted_step_stays_on_the_host_and_none_is_prefetched():
     taken = []
 

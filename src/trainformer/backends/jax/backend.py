@@ -193,7 +193,8 @@ class JaxBackend:
             return entries
         finite, norm, pairs = unpack_metrics(output)
         self._record_finite(step, finite)
-        return [*_pair_entries(pairs), Entry("grad_norm", norm, 1, True)]
+        # As a sum of weight 1: a mean would be multiplied by its weight on the device when it is folded.
+        return [*_pair_entries(pairs), Entry("grad_norm", norm, 1, False)]
 
     def _call_end_hook(
         self, hook: Callable[..., Any], state: Any, output: Mapping[str, Any], step: int, entries: list[Entry]

@@ -104,14 +104,23 @@ def _stack(*arrays: Any) -> Any:
 def sum_scalars(scalars: Sequence[Any]) -> Any:
     """The sum of scalars, computed on the device."""
     by_layout: dict[tuple[int, int], list[Any]] = {}
-    terms = []
+    terms = [jnp.float32(sum(scalar for scalar in scalars if isinstance(scalar, (int, float))))]
     for scalar in scalars:
         if isinstance(scalar, PackedScalar):
             by_layout.setdefault((scalar.position, scalar.array.shape[0]), []).append(scalar.array)
-        else:
+        elif not isinstance(scalar, (int, float)):
             terms.append(jnp.asarray(scalar, jnp.float32))
-    terms += [jnp.sum(jnp.stack(arrays)[:, position]) for (position, _), arrays in by_layout.items()]
+    for (position, _), arrays in by_layout.items():
+        # In groups of one size: jnp.stack alone dispatches an operation for each array.
+        whole = len(arrays) - len(arrays) % _STACK_SIZE
+        terms += [_sum_column(position, *arrays[i : i + _STACK_SIZE]) for i in range(0, whole, _STACK_SIZE)]
+        terms += [array[position] for array in arrays[whole:]]
     return jnp.sum(jnp.stack(terms))
+
+
+@jax.jit
+def _sum_column(position: Any, *arrays: Any) -> Any:
+    return jnp.sum(jnp.stack(arrays)[:, position])
 
 
 def _pairs(output: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
