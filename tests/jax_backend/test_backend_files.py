@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 
 import jax
@@ -15,7 +16,7 @@ from backend_toys import TX, Net, Noisy, are_equal, assert_close, batches, loss,
 from trainformer.backends.jax.compilation import JittedStep
 from trainformer.backends.jax.sharding import copy_to_mesh
 from trainformer.backends.jax.step import make_train_step
-from trainformer.checkpointing.jax_files import INDEX, read_state, snapshot, write_state
+from trainformer.checkpointing.jax_files import INDEX, read_arrays, read_state, snapshot, write_state
 from trainformer.core.errors import DataError
 
 DATA = batches(2)
@@ -71,6 +72,16 @@ def test_the_files_are_listed_and_can_be_moved(written, tmp_path):
         (moved / name).parent.mkdir(parents=True, exist_ok=True)
         (moved / name).write_bytes((folder.parent / name).read_bytes())
     assert are_equal(read_state(moved / "state", kept), kept)
+
+
+def test_the_root_logger_is_not_configured(written, tmp_path, monkeypatch):
+    """absl would give it a handler when orbax logs."""
+    *_, kept, _, folder, _ = written
+    monkeypatch.setattr(logging.root, "handlers", [])
+    assert read_arrays(folder)
+    read_state(folder, kept)
+    write_state(tmp_path / "state", kept)
+    assert logging.root.handlers == []
 
 
 def test_a_snapshot_survives_donation_and_can_be_written_by_another_thread(tmp_path):

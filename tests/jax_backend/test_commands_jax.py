@@ -387,7 +387,7 @@ def test_lora_is_merged_and_dpo_is_evaluated_with_its_reference(runs, tmp_path, 
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
-    made = answer(capsys, "finalize", "runs/dpo", "merged")
+    made = answer(capsys, "finalize", "dpo", "merged")  # a name under runs/
     assert (made["adapter"], made["ema"]) == ("LoRA", "callback.EMA")
     ids = np.random.default_rng(0).integers(2, 320, (2, 12))
     with torch.no_grad():

@@ -41,3 +41,4 @@ def test_training_callbacks_and_commands_without_torch():
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     assert done.stdout.endswith("trained without torch\n")
     assert "'torch' is needed for `trainformer train`" in " ".join(done.stderr.split())
+    assert "PyTorch was not found" not in done.stderr  # a warning of transformers

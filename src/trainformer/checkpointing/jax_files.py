@@ -255,8 +255,11 @@ def read_arrays(folder: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, np
     folder = Path(folder).absolute()
     saved = [name for name in _index(folder) if name.startswith(prefixes)]
     try:
-        handler = ocp.PyTreeCheckpointHandler()
-        with root_logger_untouched(), warnings.catch_warnings(), ocp.Checkpointer(handler) as checkpointer:
+        with (
+            root_logger_untouched(),
+            warnings.catch_warnings(),
+            ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+        ):
             warnings.simplefilter("ignore", UserWarning)  # that no sharding is given: arrays stay on the host
             names = [name for name in checkpointer.metadata(folder).item_metadata if name.startswith(prefixes)]
             kinds = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}

@@ -45,7 +45,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         add_action(actions, name, purpose).add_argument("path", metavar="PATH", help=_PATH)
 
 
-def _path(path: str) -> Path:
+def path_or_run(path: str) -> Path:
     """A path, or the name of a run under ``runs/``."""
     from trainformer.live.runs import RUNS, is_run
 
@@ -56,7 +56,7 @@ def _list(args: argparse.Namespace) -> None:
     from trainformer.checkpoint import list_checkpoints
     from trainformer.checkpointing.tools.summary import in_words
 
-    folder = _path(args.run)
+    folder = path_or_run(args.run)
     found = list_checkpoints(folder)
     if args.json or not found:
         print_result(args, list(map(_as_json, found)), f"no complete checkpoint in {folder}")
@@ -95,7 +95,7 @@ def _as_json(checkpoint: Checkpoint) -> dict[str, Any]:
 def _inspect(args: argparse.Namespace) -> None:
     from trainformer.checkpoint import inspect
 
-    summary = inspect(_path(args.path))
+    summary = inspect(path_or_run(args.path))
     if args.json:
         print_json({**dataclasses.asdict(summary), "path": str(summary.path), "size": summary.size})
     else:
@@ -105,7 +105,7 @@ def _inspect(args: argparse.Namespace) -> None:
 def _verify(args: argparse.Namespace) -> int:
     from trainformer.checkpoint import verify
 
-    problems = {path: verify(_path(path)) for path in args.paths}
+    problems = {path: verify(path_or_run(path)) for path in args.paths}
     blocks = [
         "\n  ".join([f"{path}: damaged" if found else f"{path}: intact", *found]) for path, found in problems.items()
     ]
@@ -116,7 +116,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> None:
     from trainformer.checkpoint import compare
 
-    comparison = compare(_path(args.a), _path(args.b), args.component)
+    comparison = compare(path_or_run(args.a), path_or_run(args.b), args.component)
     if args.json:
         print_json({"equal": comparison.equal, **dataclasses.asdict(comparison)})
         return
@@ -128,14 +128,14 @@ def _export(args: argparse.Namespace) -> None:
     from trainformer.checkpoint import export_weights
 
     check_free(args.out, args.force)
-    out = export_weights(_path(args.path), args.out, args.ema)
+    out = export_weights(path_or_run(args.path), args.out, args.ema)
     print_result(args, {"path": str(out), "size": out.stat().st_size}, f"wrote the weights to {out}")
 
 
 def _mark(args: argparse.Namespace) -> None:
     from trainformer import checkpoint as checkpoints
 
-    found = (checkpoints.protect if args.action == "protect" else checkpoints.unprotect)(_path(args.path))
+    found = (checkpoints.protect if args.action == "protect" else checkpoints.unprotect)(path_or_run(args.path))
     text = f"{found.path} is {'protected' if found.is_protected else 'not protected any more'}"
     print_result(args, {"path": str(found.path), "protected": found.is_protected}, text)
 

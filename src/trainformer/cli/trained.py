@@ -391,7 +391,8 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def _add_finalize_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="the folder of a run, or of one of its checkpoints")
+    run = "the folder of a run or of one of its checkpoints, or its name under runs/"
+    parser.add_argument("run", metavar="RUN", help=run)
     parser.add_argument("out", metavar="OUT", help="the folder to create; it must not exist, or be empty")
     recipes = f"a recipe ({', '.join(QUANTIZATION_RECIPES)}) or none; by default the run's qat_recipe"
     parser.add_argument("--quantize", metavar="RECIPE", help=recipes)
@@ -408,10 +409,11 @@ def _add_finalize_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _finalize(args: argparse.Namespace) -> None:
     from trainformer.checkpoint import finalize
+    from trainformer.cli.ckpt import path_or_run
 
     ema = False if args.no_ema else args.ema
     passed = {name: getattr(args, name) for name in ("quantize", "base", "which", "device", "gguf")}
-    result = finalize(args.run, args.out, ema=ema, **passed)
+    result = finalize(path_or_run(args.run), args.out, ema=ema, **passed)
     print(json.dumps(result.as_dict(), indent=2) if args.json else str(result).rstrip())
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -37,7 +40,7 @@ def open_tokenizer(source: Any) -> Any:
         do = "Save it as a fast tokenizer: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
         names = sorted(path.name for path in folder.iterdir())[:20]
         raise BadArgument(expected(f"a tokenizer.json in '{folder}'", names, do))
-    transformers = require("transformers", "text", "to load tokenizers")
+    transformers = _transformers("to load tokenizers")
     try:
         return transformers.PreTrainedTokenizerFast.from_pretrained(str(folder) if folder.is_dir() else str(source))
     except Exception as error:  # from the hub, the network, or an invalid file: many types
@@ -45,6 +48,18 @@ def open_tokenizer(source: Any) -> Any:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         close = did_you_mean(folder.name, siblings)
         raise BadArgument(expected(f"a tokenizer called '{source}', or a folder with one", reason, close)) from error
+
+
+def _transformers(why: str) -> ModuleType:
+    """Import transformers. Without torch it would warn that only tokenizers work: that is enough for JAX."""
+    quiet = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    if find_spec("torch") is not None or quiet in os.environ:
+        return require("transformers", "text", why)
+    os.environ[quiet] = "1"
+    try:
+        return require("transformers", "text", why)
+    finally:
+        del os.environ[quiet]
 
 
 _BYTES = 256
@@ -62,7 +77,7 @@ def train_tokenizer(data: Iterable[Any], vocabulary: int, *, special: Sequence[s
     (262, 'the mat 🎉')
     """
     tokenizers = require("tokenizers", "text", "to train a tokenizer")
-    transformers = require("transformers", "text", "to train a tokenizer")
+    transformers = _transformers("to train a tokenizer")
     least = _BYTES + 1 + len(special)
     if isinstance(vocabulary, bool) or not isinstance(vocabulary, int) or vocabulary < least:
         what = f"a vocabulary of at least {least} tokens (all bytes, and special ones)"
