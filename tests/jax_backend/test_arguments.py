@@ -379,9 +379,9 @@ def test_a_missing_package_is_named_with_the_pip_command(package, monkeypatch):
 
 
 def test_secrets_are_not_in_the_json_and_must_be_passed_again():
-    args = TrainingArguments(model_name="m", resume="s3://me:hunter2@host/run")
+    args = TrainingArguments(model_name="m", project="https://me:hunter2@host/run")
     text = args.to_json()
     assert "hunter2" not in text
-    with pytest.raises(BadArgument, match=r"the secret resume.*from_json\(text, resume=\.\.\.\)"):
+    with pytest.raises(BadArgument, match=r"the secret project.*from_json\(text, project=\.\.\.\)"):
         TrainingArguments.from_json(text)
-    assert TrainingArguments.from_json(text, resume=args.resume).resume == args.resume
+    assert TrainingArguments.from_json(text, project=args.project).project == args.project

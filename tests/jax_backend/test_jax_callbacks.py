@@ -506,7 +506,7 @@ def test_texts_are_generated_with_the_average(tmp_path):
         model_state=state.replace(params=jax.tree.map(jnp.copy, ema.average.arrays["params"])), train_dataset=data,
     )  # fmt: skip
     assert averaged.generate(["one two", "three"], max_new_tokens=3) == with_average
-    with pytest.raises(BadArgument, match=r"TextSamples do not fit SFTTrainer.generate.*'beams'"):
+    with pytest.raises(BadArgument, match=r"TextSamples do not fit SFTTrainer.generate.*sampling, received 'beams'"):
         trainer.add_callback(TextSamples(["a"], options={"beams": 2}))
 
 

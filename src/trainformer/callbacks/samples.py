@@ -53,7 +53,9 @@ class TextSamples(EveryNthEvaluation):
             )
         try:
             inspect.signature(generate).bind(self.prompts, max_new_tokens=self.max_new_tokens, **self.options)
-        except TypeError as error:
+            if hasattr(trainer.task, "check_generate_options"):
+                trainer.task.check_generate_options(**self.options)
+        except (TypeError, BadArgument) as error:
             name = type(trainer.task).__name__
             raise BadArgument(f"The options of TextSamples do not fit {name}.generate: {error}.") from error
 

@@ -6,6 +6,7 @@ Tokenisation is in `data.text`, token losses in `losses.jax.tokens`, models in `
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from trainformer.data.text.tokenizer import open_tokenizer
 from trainformer.jax.answers import generated_columns
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
-from trainformer.jax.generation import generate_texts
+from trainformer.jax.generation import generate_texts, sampling_options
 from trainformer.jax.previews import PreviewArguments, Previews
 from trainformer.jax.router_loss import RouterLoss, check_router_arguments, router_rows, summarize_router
 from trainformer.jax.saving import new_files, save_trainer
@@ -416,6 +417,11 @@ class TextTrainer(BaseTrainer):
         found = self.generate_texts(made, max_new_tokens, seed, batch_size=batch_size, **options)
         texts = [each.text for each in found]
         return texts if is_list else texts[0]
+
+    def check_generate_options(self, **options: Any) -> None:
+        """Raise for options that `generate` does not have."""
+        named = inspect.signature(self.generate).parameters
+        sampling_options({name: value for name, value in options.items() if name not in named})
 
     def generate_texts(self, prompts: Sequence[Any], *args: Any, **options: Any) -> list[Generated]:
         """The same for `GenerationPrompt`s, with the number of tokens and whether the model ended the text."""
