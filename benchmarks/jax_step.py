@@ -41,11 +41,13 @@ from rich.table import Table
 import trainformer
 from trainformer.backends.jax.precision import cast_floating, resolve_dtype, set_compute_dtype
 from trainformer.backends.jax.sharding import make_mesh
+from trainformer.callbacks import Callback
 from trainformer.core.types import HostBatch
 from trainformer.jax import BaseTrainer, TrainerConfigureDataloaderOutput, TrainingArguments
 from trainformer.losses.jax.tokens import token_loss
 from trainformer.models.jax import Decoder, DecoderConfig
 
+TOGETHER = 10  # steps_per_execution of one of the contestants
 BATCHES = 16  # different ones, over and over
 SAME = 0.02  # how far the losses of contestants may be apart at the end: bf16 sums in another order
 
@@ -146,7 +148,7 @@ class Pacer:
         self._began = 0.0
         self._mine, self._over = threading.Semaphore(0), threading.Semaphore(0)
 
-    def tick(self, state: Any) -> None:
+    def tick(self, state: Callable[[], Any]) -> None:
         """A step is about to be taken from this state."""
         place = self._step % self.steps
         self._step += 1
@@ -167,8 +169,8 @@ class Pacer:
         """The turn is over."""
         self._over.release()
 
-    def _now(self, state: Any) -> float:
-        jax.block_until_ready(state)
+    def _now(self, state: Callable[[], Any]) -> float:
+        jax.block_until_ready(state())
         return self._clock()
 
 
@@ -207,13 +209,13 @@ class Contestant:
 
 
 def arguments(
-    steps: int, folder: str = "", log_every: int = 1, rows: int = 1, dtype: str = "fp32"
+    steps: int, folder: str = "", log_every: int = 1, rows: int = 1, dtype: str = "fp32", together: int = 1
 ) -> TrainingArguments:
     """The same for everybody, also for who takes only the optimizer from them."""
     return TrainingArguments(
         output_dir=folder, max_steps=steps, total_batch_size=rows, learning_rate=1e-3, scheduler="constant",
         weight_decay=0.01, max_grad_norm=1.0, dtype=dtype, logging_steps=log_every, log="none", save_strategy="no",
-        resume=None,
+        resume=None, steps_per_execution=together,
     )  # fmt: skip
 
 
@@ -245,7 +247,7 @@ def by_hand(work: Work, log_every: int) -> Callable[[Pacer, int], float]:
         losses: list[Any] = []
         records: list[tuple[int, float]] = []
         for number in range(steps):
-            pacer.tick(params)
+            pacer.tick(lambda: params)  # noqa: B023
             params, moments, loss = jitted(params, moments, work.batches[number % BATCHES])
             losses.append(loss)
             if len(losses) == log_every:
@@ -279,28 +281,31 @@ class Prepared:
             yield from self._batches
 
 
-def with_trainer(work: Work, log_every: int) -> Callable[[Pacer, int], float]:
-    """The same as a `BaseTrainer`."""
+class Tick(Callback):
+    """Tells a pacer that a step begins."""
+
+    def __init__(self, pacer: Pacer) -> None:
+        self._pacer = pacer
+
+    def on_step_begin(self, trainer: Any, step: int) -> None:
+        self._pacer.tick(lambda: trainer.model_state)
+
+
+def with_trainer(work: Work, log_every: int, together: int = 1) -> Callable[[Pacer, int], float]:
+    """The same as a `BaseTrainer`, which dispatches so many steps together."""
 
     class Measured(BaseTrainer):
-        def __init__(self, pacer: Pacer, *args: Any, **kwargs: Any) -> None:
-            self.pacer = pacer
-            super().__init__(*args, **kwargs)
-
         def compute_loss(self, model: Any, batch: Any, key: Any) -> Any:
             return work.loss(model, batch)
 
         def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput:
             return TrainerConfigureDataloaderOutput(Prepared(work))
 
-        def on_step_start(self, state: Any, *args: Any, **kwargs: Any) -> None:
-            self.pacer.tick(state.params)
-
     def run(pacer: Pacer, steps: int) -> float:
         mesh = make_mesh((1, 1, 1, 1), jax.devices()[:1])
         with tempfile.TemporaryDirectory() as folder:
-            chosen = arguments(steps, folder, log_every, work.rows, work.dtype)
-            trainer = Measured(pacer, chosen, model=work.make_model(), mesh=mesh)
+            chosen = arguments(steps, folder, log_every, work.rows, work.dtype, together)
+            trainer = Measured(chosen, model=work.make_model(), mesh=mesh, callbacks=[Tick(pacer)])
             trainer.train()
         return early([(r["step"], r["train/loss"]) for r in trainer.state.log_history], pacer.steps)
 
@@ -315,6 +320,7 @@ def contestants(work: Work, steps: int) -> dict[str, Callable[[Pacer, int], floa
     return {
         BASELINE: by_hand(work, steps),
         "trainformer": with_trainer(work, steps),
+        f"trainformer, {TOGETHER} steps together": with_trainer(work, steps, TOGETHER),
         "hand-written, loss read each step": by_hand(work, 1),
         "trainformer, logged each step": with_trainer(work, 1),
     }

@@ -87,6 +87,7 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
     tx_mu_dtype: Any = None  # dtype of the first moment of adam, adamw and lion; None: float32
     max_grad_norm: float | None = 1.0  # None or 0: no clipping
     frozen_parameters: str | list[str] | None = None  # regexes of paths such as "layers/attention/q_proj/kernel"
+    steps_per_execution: int = 1  # steps that are dispatched together, for small models
     nonfinite: str = "raise"  # or skip: skip steps with a non-finite loss or gradient
     seed: int = 42
 
@@ -195,7 +196,8 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
             make_optimizer(self.optimizer, schedule, self.weight_decay, **self._optimizer_options())
 
     def _check_numbers(self) -> None:
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        batches = "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"
+        for name in (*batches, "steps_per_execution"):
             self._integer(name, 1)
         for name in ("warmup_steps", "seed", "dataloader_num_workers"):
             self._integer(name, 0)

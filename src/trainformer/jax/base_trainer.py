@@ -190,6 +190,7 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
             # A hook that no subclass overrides costs nothing.
             on_start=checked_hook(self.on_step_start) if self._overrides("on_step_start") else None,
             on_end=checked_hook(self.on_step_end) if self._overrides("on_step_end") else None,
+            steps_per_execution=self._steps_per_execution(functions.train_step_fn),
         )
         values = arguments.run_settings(sizes, self.steps_per_epoch)
         if loaders.max_training_steps is not None:
@@ -218,6 +219,25 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
             summarize=self.summarize_rows if self._overrides("summarize_rows") else None,
             process_group=self.processes,
         )
+
+    def _steps_per_execution(self, step: Any) -> int:
+        """How many steps are executed together; raises if they cannot be."""
+        steps = self.arguments.steps_per_execution
+        if steps == 1:
+            return 1
+        hooks = [name for name in ("on_step_start", "on_step_end") if self._overrides(name)]
+        reason = None
+        if not isinstance(step, JittedStep):
+            reason = "a train_step_fn of your own"
+        elif not step.is_pure:
+            reason = f"{type(self).__name__}, which samples on the host in each step"
+        elif hooks:
+            reason = f"the hook {hooks[0]} of {type(self).__name__}, which receives the state of each step"
+        elif self.processes.world_size > 1:
+            reason = f"{self.processes.world_size} processes"
+        if reason is not None:
+            raise BadArgument(expected("steps_per_execution=1", f"{steps} with {reason}"))
+        return steps
 
     # -- methods to override -------------------------------------------------------------------------------------
 

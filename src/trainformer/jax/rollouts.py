@@ -173,6 +173,8 @@ class RolloutStep(JittedStep):
     ``sample(state, batch)`` returns the rows of each update, and (sum, weight) pairs to log.
     """
 
+    is_pure = False
+
     def __init__(
         self,
         sample: Callable[[TrainState, Any], tuple[list[dict[str, np.ndarray]], Metrics]],

@@ -23,7 +23,14 @@ from trainformer.backends.jax.gradient_norms import GradientNorms, parameter_nam
 from trainformer.backends.jax.placement import Placer
 from trainformer.backends.jax.processes import RequestPoll, gather_to_host
 from trainformer.backends.jax.state import partition
-from trainformer.backends.jax.step_metrics import read_scalars, start_reading, sum_scalars, unpack_metrics
+from trainformer.backends.jax.step_metrics import (
+    PackedScalar,
+    read_scalars,
+    start_reading,
+    sum_scalars,
+    unpack_metrics,
+)
+from trainformer.backends.jax.step_queue import StepQueue
 from trainformer.core.errors import BadArgument, NonFiniteError, expected
 from trainformer.core.types import DeviceBatch, Entry, EvalResult, HostBatch, StepResult
 from trainformer.engine.metrics import LazyScalar, weighted_means
@@ -40,7 +47,8 @@ _ADVICE = (
 class JaxBackend:
     """The JAX side of a run. `state` is what is trained; `learning_rate` is a schedule (step -> lr), if known.
 
-    `on_start(state, step)` and `on_end(state, metrics, step)` are hooks of the user around a step.
+    `on_start(state, step)` and `on_end(state, metrics, step)` are hooks of the user around a step. With
+    `steps_per_execution`, steps wait until there are so many, or until somebody reads the state or a metric.
     """
 
     may_repeat = False
@@ -58,18 +66,22 @@ class JaxBackend:
         nonfinite: str = "raise",
         on_start: Callable[[Any, int], Any] | None = None,
         on_end: Callable[[Any, dict[str, Any], int], Any] | None = None,
+        steps_per_execution: int = 1,
     ) -> None:
-        self.state = state
+        self._state = state
         self.mesh = mesh
         self.learning_rate = learning_rate
         self.nonfinite = nonfinite
-        self.grad_norm: Any = None
+        self._grad_norm: Any = None
         self.skipped_steps = 0  # as of the last check of the finite flags
         self.has_request: Callable[[], bool] = lambda: False
         self._train_step = train_step
         self._eval_step = eval_step
         self._on_start, self._on_end = on_start, on_end
         self._guards = isinstance(train_step, JittedStep)  # our own step skips non-finite updates
+        self._queue: StepQueue | None = None
+        if steps_per_execution > 1:
+            self._queue = StepQueue(train_step, steps_per_execution, self._execute_steps)  # type: ignore[arg-type]
         # A step that masks padding rows (`_valid`) has one batch size; any other receives batches as they are.
         fixed = self._guards and not isinstance(train_step, DynamicBatchStep)
         self._placer = Placer(mesh, accumulation if fixed else 1, require_even=fixed, keep_on_host=self._guards)
@@ -78,6 +90,30 @@ class JaxBackend:
         self._parameter_names: list[str] = []
         self._finite_flags: list[tuple[int, Any]] = []
         self._requests = RequestPoll(mesh) if jax.process_count() > 1 else None
+
+    @property
+    def state(self) -> Any:
+        """The state after all steps so far. Executes those that wait."""
+        self._execute_steps()
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._execute_steps()
+        self._state = state
+
+    def _execute_steps(self) -> None:
+        if self._queue:
+            self._state = self._queue.run(self._state)
+
+    @property
+    def grad_norm(self) -> Any:
+        """Gradient norm of the last step before clipping, on the device; None before the first."""
+        return self._grad_norm.scalar() if isinstance(self._grad_norm, PackedScalar) else self._grad_norm
+
+    @grad_norm.setter
+    def grad_norm(self, value: Any) -> None:
+        self._grad_norm = value
 
     def feed(self, batches: Iterable[HostBatch], train: bool) -> Iterator[DeviceBatch]:
         return self._placer.feed(batches, train)
@@ -122,16 +158,13 @@ class JaxBackend:
 
     def update(self, step: int) -> StepResult:
         """Dispatch the step. Returns before the devices have finished."""
-        batch, state = self.batch, self.state
+        batch = self.batch
         assert batch is not None
-        if self._on_start is not None:
-            changed = self._on_start(state, step)
-            state = state if changed is None else changed
-        returned = self._train_step(state, batch.data)
-        if not isinstance(returned, tuple) or len(returned) != 2:
-            what = "train_step_fn to return (state, metrics)"
-            raise BadArgument(expected(what, type(returned).__name__, "Return the new state and a dict of scalars."))
-        state, output = returned[0], _as_mapping(returned[1])
+        if self._queue is not None:
+            output: Mapping[str, Any] = self._queue.add(batch.data)
+            state = self._state
+        else:
+            state, output = self._run_step(self._state, batch.data, step)
         entries = self._entries(output, batch.size, step)
         for norms in self._gradient_norms:
             norms.record(output, self._parameter_names)
@@ -141,7 +174,7 @@ class JaxBackend:
             entries += [Entry(f"share/{n}", count, batch.size, False) for n, count in zip(names, counts, strict=True)]
         if self._on_end is not None:
             state, entries = self._call_end_hook(self._on_end, state, output, step, entries)
-        self.state = state
+        self._state = state
         schedule = self.learning_rate
         return StepResult(
             entries,
@@ -151,6 +184,16 @@ class JaxBackend:
             batch.bad,
             batch.consumed,
         )
+
+    def _run_step(self, state: Any, data: Any, step: int) -> tuple[Any, Mapping[str, Any]]:
+        if self._on_start is not None:
+            changed = self._on_start(state, step)
+            state = state if changed is None else changed
+        returned = self._train_step(state, data)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            what = "train_step_fn to return (state, metrics)"
+            raise BadArgument(expected(what, type(returned).__name__, "Return the new state and a dict of scalars."))
+        return returned[0], _as_mapping(returned[1])
 
     def gradient_norms(self) -> GradientNorms:
         """Records gradient norms from now on, which the step then returns as well."""
@@ -184,7 +227,7 @@ class JaxBackend:
 
     def _entries(self, output: Mapping[str, Any], size: int, step: int) -> list[Entry]:
         """The metrics of a step as entries to average. Also records whether the step was finite."""
-        self.grad_norm = output.get("grad_norm")
+        self._grad_norm = output.get("grad_norm")
         if not self._guards:
             entries = _user_entries(output, size)
             losses = [e.value for e in entries if e.name == "loss"]

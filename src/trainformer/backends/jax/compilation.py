@@ -6,16 +6,20 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from trainformer.backends.jax.gradient_norms import NORMS
 from trainformer.backends.jax.sharding import batch_sharding, constrain_rows, data_shards
 from trainformer.backends.jax.state import TrainState
+from trainformer.backends.jax.step_metrics import PACKED
 from trainformer.core.errors import BadArgument, expected
 
 logger = logging.getLogger("trainformer")
@@ -29,6 +33,8 @@ class JittedStep:
     A train step donates its input state: use only the state that it returns. `constants` are arrays that are no part
     of the state, such as a frozen model: the step receives them as a third argument.
     """
+
+    is_pure = True  # False: a call does more than this step, so `run_loop` cannot replace it
 
     def __init__(
         self,
@@ -51,6 +57,7 @@ class JittedStep:
 
     def _reset(self) -> None:
         """Drop what was compiled for the previous shardings."""
+        self._loops: dict[Any, Any] = {}
         self._jitted = self._jit(self.compilations.count_traces(self.pure(None)), batch_sharding(self.mesh))
 
     def pure(self, batch: Any) -> Callable[..., Any]:
@@ -63,11 +70,11 @@ class JittedStep:
             self._options = {"gradient_norms": True}
             self._reset()
 
-    def _jit(self, step: Callable[..., Any], batch: NamedSharding) -> Any:
+    def _jit(self, step: Callable[..., Any], *batch: NamedSharding) -> Any:
         replicated = NamedSharding(self.mesh, PartitionSpec())
         return jax.jit(
             step,
-            in_shardings=(self._shardings, batch, *jax.tree.map(lambda leaf: leaf.sharding, self.constants)),
+            in_shardings=(self._shardings, *batch, *jax.tree.map(lambda leaf: leaf.sharding, self.constants)),
             out_shardings=(self._shardings, replicated) if self._train else replicated,
             donate_argnums=0 if self._train else (),
             compiler_options=_compiler_options(self.mesh.devices.flat[0].platform),
@@ -78,19 +85,46 @@ class JittedStep:
 
     def __call__(self, state: TrainState, batch: Any) -> Any:
         """Dispatch the step. Returns before the devices have finished."""
-        known = self._shardings
-        if state.tx is not known.tx or state.graphdef is not known.graphdef or state.trainable is not known.trainable:
-            self._adapt(state)
+        self._follow(state)
         with jax.set_mesh(self.mesh):
             return self._function_for(batch)(state, batch, *self.constants)
+
+    def run_loop(self, state: TrainState, batches: Sequence[Any], limit: int) -> Any:
+        """Dispatch the steps of up to `limit` batches of one shape as one program, a loop. Returns (state, output).
+
+        The program is the same for every number of batches, so that results do not depend on how steps are grouped.
+        `output` has the packed metrics (and gradient norms) of all steps, stacked, and the names of the metrics.
+        """
+        self._follow(state)
+        function = self._loop_for(batches[0], limit)
+        stacked = {name: _stack([batch[name] for batch in batches], limit) for name in batches[0]}
+        with jax.set_mesh(self.mesh):
+            return function(state, stacked, np.int32(len(batches)), *self.constants)
+
+    def _loop_for(self, batch: Any, limit: int) -> Any:
+        key = self._program_of(batch), limit
+        if key not in self._loops:
+            is_even = _rows(batch) % data_shards(self.mesh) == 0
+            spec = PartitionSpec(None, *batch_sharding(self.mesh).spec) if is_even else PartitionSpec()
+            traced = self.compilations.count_traces(_loop(self.pure(batch), limit))
+            count = NamedSharding(self.mesh, PartitionSpec())
+            self._loops[key] = self._jit(traced, NamedSharding(self.mesh, spec), count)
+        return self._loops[key]
+
+    def _program_of(self, batch: Any) -> Any:
+        """Batches with the same value have the same program."""
+        return None
 
     def compiled(self, state: TrainState, batch: Any) -> Any:
         """The compiled program for these arguments, which knows the memory that it needs."""
         with jax.set_mesh(self.mesh):
             return self._function_for(batch).lower(state, batch, *self.constants).compile()
 
-    def _adapt(self, state: TrainState) -> None:
+    def _follow(self, state: TrainState) -> None:
         """Use the same shardings for a state with different static fields; may cause a recompilation."""
+        known = self._shardings
+        if state.tx is known.tx and state.graphdef is known.graphdef and state.trainable is known.trainable:
+            return
         structure: Any = jax.tree.structure(state)
         shardings = jax.tree.leaves(self._shardings)
         is_equal = structure == jax.tree.structure(self._shardings)
@@ -130,10 +164,14 @@ class DynamicBatchStep(JittedStep):
         super().__init__(make, mesh, shardings, train=train, name=name)
 
     def _reset(self) -> None:
+        self._loops = {}
         self._by_rows: dict[int, Any] = {}
 
     def pure(self, batch: Any) -> Callable[..., Any]:
         return _with_options(self._make(math.ceil(_rows(batch) / self._max_rows)), self._options)
+
+    def _program_of(self, batch: Any) -> Any:
+        return _rows(batch)
 
     def _function_for(self, batch: Any) -> Any:
         rows = _rows(batch)
@@ -145,6 +183,46 @@ class DynamicBatchStep(JittedStep):
             traced = self.compilations.count_traces(step, is_expected=not self._train)
             self._by_rows[rows] = self._jit(traced, sharding)
         return self._by_rows[rows]
+
+
+def _loop(step: Callable[..., Any], limit: int) -> Callable[..., Any]:
+    """Steps of (state, batches, count, *constants) with stacked batches, of which the first `count` are executed."""
+
+    def steps(state: TrainState, batches: Any, count: Any, *constants: Any) -> Any:
+        def one(state: TrainState, number: Any) -> tuple[TrainState, dict[str, Any], list[str]]:
+            batch = constrain_rows(jax.tree.map(lambda leaf: leaf[number], batches))
+            state, output = step(state, batch, *constants)
+            arrays = {name: output[name] for name in (PACKED, NORMS) if name in output}
+            return state, arrays, sorted(output["metrics"])
+
+        def body(number: Any, carry: Any) -> Any:
+            state, arrays = carry
+            state, new, _ = one(state, number)
+            return state, jax.tree.map(lambda all_, array: all_.at[number].set(array), arrays, new)
+
+        names: list[str] = []
+
+        def shapes(state: TrainState) -> Any:
+            _, arrays, found = one(state, 0)
+            names.extend(found)
+            return arrays
+
+        arrays = jax.tree.map(lambda a: jnp.zeros((limit, *a.shape), a.dtype), jax.eval_shape(shapes, state))
+        state, arrays = jax.lax.fori_loop(0, count, body, (state, arrays))
+        return state, {**arrays, "metrics": dict.fromkeys(names)}
+
+    steps.__name__ = getattr(step, "__name__", "step")
+    return steps
+
+
+def _stack(arrays: Sequence[Any], limit: int) -> Any:
+    """Arrays of one shape, stacked to `limit` rows. Those beyond the arrays have any content."""
+    if not all(isinstance(array, np.ndarray) for array in arrays):
+        return jnp.stack([*arrays, *[arrays[-1]] * (limit - len(arrays))])
+    stacked = np.empty((limit, *arrays[0].shape), arrays[0].dtype)
+    for number, array in enumerate(arrays):
+        stacked[number] = array
+    return stacked
 
 
 def _rows(batch: Any) -> int:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from trainformer.backends.jax.optimizers import STACKED
-from trainformer.backends.jax.step_metrics import read_scalars
+from trainformer.backends.jax.step_metrics import QueuedArray, read_scalars
 
 NORMS = "parameter_norms"
 """Name of the norms in the output of a step that computes them."""
@@ -34,6 +34,7 @@ class GradientNorms:
         """The total norms of the steps since the last call, and the norms by parameter in the last step."""
         totals, (names, norms) = self._totals, self._parameters
         self._totals = []
+        norms = norms.array() if type(norms) is QueuedArray else norms
         norms = norms if norms.is_fully_addressable else norms.addressable_data(0)
         return read_scalars(totals), dict(zip(names, norms.tolist(), strict=True))
 

@@ -6,6 +6,9 @@ This module alone knows the layout of the packed array.
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,14 +22,53 @@ _FINITE, _GRAD_NORM, _FIRST_PAIR = range(3)
 _STACK_SIZE = 32  # fixed: a stack as long as the log interval would be compiled for every interval
 
 
+class QueuedSteps:
+    """Steps that are executed together. `arrays` are their stacked outputs by name, and None until then."""
+
+    def __init__(self, execute: Callable[[], None]) -> None:
+        self.arrays: Mapping[str, jax.Array] | None = None
+        self._execute = execute
+
+    def __getitem__(self, name: str) -> jax.Array:
+        if self.arrays is None:
+            self._execute()
+        if self.arrays is None:
+            raise RuntimeError("These steps were not executed: an earlier one has failed.")
+        return self.arrays[name]
+
+
+class QueuedArray(NamedTuple):
+    """An output of one of these steps."""
+
+    steps: QueuedSteps
+    name: str
+    row: int
+
+    def array(self) -> jax.Array:
+        """The array itself. Executes the steps, unless they were."""
+        return self.steps[self.name][self.row]
+
+
 class PackedScalar(NamedTuple):
     """One element of a packed array, still on the device."""
 
-    array: jax.Array
+    packed: jax.Array | QueuedArray
     position: int
 
+    def place(self) -> tuple[jax.Array, tuple[int, ...]]:
+        """An array on the device, and the index of the scalar in it. Executes the step if it was not."""
+        packed, position = self
+        if type(packed) is QueuedArray:
+            return packed.steps[packed.name], (packed.row, position)
+        return packed, (position,)  # type: ignore[return-value]
+
+    def scalar(self) -> jax.Array:
+        """The scalar as an array of its own."""
+        array, index = self.place()
+        return array[index]
+
     def __mul__(self, factor: Any) -> Any:  # type: ignore[override]
-        return self.array[self.position] * factor
+        return self.scalar() * factor
 
 
 def pack_metrics(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,7 +91,7 @@ def unpack_metrics(output: Mapping[str, Any]) -> tuple[Any, Any, dict[str, tuple
         return output["finite"], output["grad_norm"], _pairs(output)
     pairs = {
         name: (PackedScalar(array, position), PackedScalar(array, position + 1))
-        for name, position in zip(_ordered_names(output["metrics"]), range(_FIRST_PAIR, array.shape[0], 2), strict=True)
+        for name, position in zip(_ordered_names(output["metrics"]), itertools.count(_FIRST_PAIR, 2), strict=False)
     }
     return PackedScalar(array, _FINITE), PackedScalar(array, _GRAD_NORM), pairs
 
@@ -57,24 +99,39 @@ def unpack_metrics(output: Mapping[str, Any]) -> tuple[Any, Any, dict[str, tuple
 def read_scalars(scalars: Sequence[Any]) -> list[float]:
     """Values of packed scalars, device scalars and Python numbers. Each array is transferred once."""
     arrays: dict[int, Any] = {}
+    places: list[tuple[Any, tuple[int, ...]]] = []
     for scalar in scalars:
-        array = scalar[0] if type(scalar) is PackedScalar else scalar
+        array, index = scalar.place() if type(scalar) is PackedScalar else (scalar, ())
+        places.append((array, index))
         if isinstance(array, jax.Array):
             arrays[id(array)] = array
     values = _transfer(arrays)
-    return [
-        values[id(scalar[0])][scalar[1]] if type(scalar) is PackedScalar else float(values.get(id(scalar), scalar))
-        for scalar in scalars
-    ]
+    return [float(functools.reduce(operator.getitem, index, values.get(id(array), array))) for array, index in places]
 
 
 def start_reading(scalars: Sequence[Any]) -> Callable[[], list[float] | None]:
     """Start to copy scalars to the host. The result returns their values once all are there, None until then."""
-    arrays: list[Any] = [scalar[0] if type(scalar) is PackedScalar else scalar for scalar in scalars]
-    pending: list[Any] = [array for array in arrays if isinstance(array, jax.Array)]
+    pending = _start_copies(scalars)
+
+    def poll() -> list[float] | None:
+        nonlocal pending
+        if pending is None:
+            pending = _start_copies(scalars)
+        return None if pending is None or not all(a.is_ready() for a in pending) else read_scalars(scalars)
+
+    return poll
+
+
+def _start_copies(scalars: Sequence[Any]) -> list[Any] | None:
+    """The arrays that hold the scalars, on their way to the host; None if some of the steps were not executed yet."""
+    packed = [scalar.packed for scalar in scalars if type(scalar) is PackedScalar]
+    if any(type(array) is QueuedArray and array.steps.arrays is None for array in packed):
+        return None
+    arrays: list[Any] = [scalar.place()[0] if type(scalar) is PackedScalar else scalar for scalar in scalars]
+    pending = [array for array in arrays if isinstance(array, jax.Array)]
     for array in pending:
         array.copy_to_host_async()
-    return lambda: read_scalars(scalars) if all(array.is_ready() for array in pending) else None
+    return pending
 
 
 def _transfer(arrays: dict[int, Any]) -> dict[int, Any]:
@@ -103,24 +160,25 @@ def _stack(*arrays: Any) -> Any:
 
 def sum_scalars(scalars: Sequence[Any]) -> Any:
     """The sum of scalars, computed on the device."""
-    by_layout: dict[tuple[int, int], list[Any]] = {}
+    by_layout: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Any]] = {}
     terms = [jnp.float32(sum(scalar for scalar in scalars if isinstance(scalar, (int, float))))]
     for scalar in scalars:
         if isinstance(scalar, PackedScalar):
-            by_layout.setdefault((scalar.position, scalar.array.shape[0]), []).append(scalar.array)
+            array, index = scalar.place()
+            by_layout.setdefault((index, array.shape), []).append(array)
         elif not isinstance(scalar, (int, float)):
             terms.append(jnp.asarray(scalar, jnp.float32))
-    for (position, _), arrays in by_layout.items():
+    for (index, _), arrays in by_layout.items():
         # In groups of one size: jnp.stack alone dispatches an operation for each array.
         whole = len(arrays) - len(arrays) % _STACK_SIZE
-        terms += [_sum_column(position, *arrays[i : i + _STACK_SIZE]) for i in range(0, whole, _STACK_SIZE)]
-        terms += [array[position] for array in arrays[whole:]]
+        terms += [_sum_at(index, *arrays[i : i + _STACK_SIZE]) for i in range(0, whole, _STACK_SIZE)]
+        terms += [array[index] for array in arrays[whole:]]
     return jnp.sum(jnp.stack(terms))
 
 
 @jax.jit
-def _sum_column(position: Any, *arrays: Any) -> Any:
-    return jnp.sum(jnp.stack(arrays)[:, position])
+def _sum_at(index: tuple[Any, ...], *arrays: Any) -> Any:
+    return jnp.sum(jnp.stack(arrays)[(slice(None), *index)])
 
 
 def _pairs(output: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
