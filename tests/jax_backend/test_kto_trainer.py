@@ -108,7 +108,7 @@ def test_invalid_arguments_and_data_are_refused(folder, tmp_path):
     for wrong, words in (
         ({"loss_type": "ktoo"}, "Did you mean 'kto'"),
         ({"beta": -1.0}, "beta to be a positive number"),
-        ({"desirable_weight": -0.1}, "desirable_weight to be 0 or a positive number"),
+        ({"desirable_weight": -0.1}, "desirable_weight to be a number of at least 0"),
         ({"packing": True}, "packing=False"),
     ):
         with pytest.raises(BadArgument, match=words):

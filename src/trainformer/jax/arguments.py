@@ -208,20 +208,17 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
         parse_duration(self.training_time_limit)
         if self.max_steps != -1:
             self._integer("max_steps", 1, more=", or -1 for whole epochs")
-        for name in ("learning_rate", "num_train_epochs"):
-            _number(name, getattr(self, name), lambda v: v > 0, "a positive number")
-        _number("weight_decay", self.weight_decay, lambda v: v >= 0, "a number of at least 0")
-        _number("warmup_ratio", self.warmup_ratio, lambda v: 0 <= v <= 1, "a number from 0 to 1")
+        self._positive("learning_rate", "num_train_epochs")
+        self._weight("weight_decay")
+        self._number("warmup_ratio", lambda v: 0 <= v <= 1, "a number from 0 to 1")
         for name in ("max_grad_norm", "learning_rate_end"):
             if getattr(self, name) is not None:
-                _number(name, getattr(self, name), lambda v: v >= 0, "a number of at least 0, or None")
+                self._number(name, lambda v: v >= 0, "a number of at least 0, or None")
         if self.unroll_layers is not None and not isinstance(self.unroll_layers, bool):
             self._integer("unroll_layers", 1, more=", True or None")
 
     def _check_choices(self) -> None:
-        for name in ("use_fast_kernels", "packing", "shuffle", "drop_last", "do_eval", "save_async"):
-            if not isinstance(getattr(self, name), bool):
-                raise BadArgument(expected(f"{name} to be True or False", getattr(self, name)))
+        self._flag("use_fast_kernels", "packing", "shuffle", "drop_last", "do_eval", "save_async")
         for name in ("train_on_inputs", "greater_is_better"):
             if getattr(self, name) not in (None, True, False):
                 raise BadArgument(expected(f"{name} to be True, False or None", getattr(self, name)))
@@ -248,7 +245,7 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
         """Passing `eval_steps` or `save_steps` alone implies the strategy "steps"."""
         minutes = self.save_interval_minutes
         if minutes is not None:
-            _number("save_interval_minutes", minutes, lambda v: v > 0, "a positive number, or None")
+            self._number("save_interval_minutes", lambda v: v > 0, "a positive number, or None")
             if not self.passed & {"save_steps", "save_strategy"}:
                 self.save_steps = f"{minutes}min"
         for strategy, steps in (("evaluation_strategy", "eval_steps"), ("save_strategy", "save_steps")):
@@ -279,7 +276,26 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
         if value is None and or_none:
             return
         more += ", or None" if or_none else ""
-        _number(name, value, lambda v: isinstance(v, int) and v >= least, f"an integer of at least {least}{more}")
+        self._number(name, lambda v: isinstance(v, int) and v >= least, f"an integer of at least {least}{more}")
+
+    def _positive(self, *names: str) -> None:
+        for name in names:
+            self._number(name, lambda v: v > 0, "a positive number")
+
+    def _weight(self, *names: str) -> None:
+        for name in names:
+            self._number(name, lambda v: v >= 0, "a number of at least 0")
+
+    def _number(self, name: str, fits: Callable[[Any], bool], words: str) -> None:
+        value = getattr(self, name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or not fits(value):
+            raise BadArgument(expected(f"{name} to be {words}", value))
+
+    def _flag(self, *names: str) -> None:
+        for name in names:
+            if not isinstance(getattr(self, name), bool):
+                raise BadArgument(expected(f"{name} to be True or False", getattr(self, name)))
 
     def __getattr__(self, name: str) -> Any:
         """Arguments under their other names; those without a counterpart here read as their defaults."""
@@ -378,11 +394,6 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
             "monitor_mode": "max" if greater else "min",
             "eval_every": _cadence(self.evaluation_strategy, self.eval_steps),
         }
-
-
-def _number(name: str, value: Any, fits: Callable[[Any], bool], words: str) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or not fits(value):
-        raise BadArgument(expected(f"{name} to be {words}", value))
 
 
 def _cadence(strategy: str, every: int | str | None) -> str | None:

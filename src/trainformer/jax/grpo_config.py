@@ -80,19 +80,15 @@ class GRPOConfig(TextArguments):
                 raise BadArgument(expected(f"no {name}", getattr(self, name), "Only sampled completions are trained."))
 
     def _check_loss(self) -> None:
-        for name, fits, words in (
-            ("beta", lambda v: 0 <= v < float("inf"), "0 or a positive number"),
-            ("epsilon", lambda v: 0 < v < 1, "greater than 0 and less than 1"),
-            ("epsilon_high", lambda v: v is None or 0 < v < float("inf"), "a positive number"),
-            ("top_entropy_quantile", lambda v: 0 < v <= 1, "greater than 0, at most 1"),
-        ):
-            value = getattr(self, name)
-            is_number = value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-            if not is_number or not fits(value):
-                raise BadArgument(expected(f"{name} to be {words}", value))
-        if self.delta is not None and not self.delta > 1 + (self.epsilon_high or self.epsilon):
-            what = "delta greater than 1 + epsilon_high, above which ratios are clipped anyway"
-            raise BadArgument(expected(what, self.delta))
+        self._weight("beta")
+        self._number("epsilon", lambda v: 0 < v < 1, "greater than 0 and less than 1")
+        self._number("top_entropy_quantile", lambda v: 0 < v <= 1, "greater than 0, at most 1")
+        self._flag("unbiased_kl", "mask_truncated_completions", "skip_zero_variance")
+        if self.epsilon_high is not None:
+            self._positive("epsilon_high")
+        if self.delta is not None:
+            least = 1 + (self.epsilon_high or self.epsilon)
+            self._number("delta", lambda v: v > least, "greater than 1 + epsilon_high: ratios are clipped there anyway")
         if self.delta is not None and self.loss_type in ("cispo", "sapo"):
             what = f"no delta with loss_type={self.loss_type!r}, which has no such bound"
             raise BadArgument(expected(what, self.delta))

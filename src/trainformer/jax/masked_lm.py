@@ -50,12 +50,10 @@ class MaskedLMConfig(TextArguments):
     def check(self) -> None:
         super().check()
         self.dataset_text_field = self.dataset_text_field or "text"
-        share = self.mask_prob
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
-            raise BadArgument(expected("mask_prob between 0 and 1", share, "0.15 is usual."))
-        for name, values in (("whole_word", (True, False)), ("eval_packing", (None, True, False))):
-            if getattr(self, name) not in values:
-                raise BadArgument(expected(f"{name} to be {' or '.join(map(str, values))}", getattr(self, name)))
+        self._number("mask_prob", lambda v: 0 < v < 1, "between 0 and 1, such as 0.15")
+        self._flag("whole_word")
+        if self.eval_packing not in (None, True, False):
+            raise BadArgument(expected("eval_packing to be True, False or None", self.eval_packing))
         do = "Masked language models are trained on texts, which are split where they are too long."
         refuse_values(self, do, prompt_template=(None,), train_on_inputs=(None,), truncation=("auto", "split"))
 

@@ -6,7 +6,7 @@ Reference log probabilities are computed once; see `reference`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,27 +31,13 @@ class AnswerArguments(TextArguments):
 
     def check(self) -> None:
         super().check()
-        if not isinstance(self.disable_dropout, bool):
-            raise BadArgument(expected("disable_dropout to be True or False", self.disable_dropout))
+        self._flag("disable_dropout")
         if self.packing:
             raise BadArgument("Expected packing=False, received True. Answers cannot be packed: leave it out.")
         if self.train_on_inputs:
             raise BadArgument("Expected train_on_inputs to be left out, received True. Only answers enter the loss.")
         if self.truncation == "split":
             raise BadArgument(expected("truncation to be 'auto', 'truncate' or 'drop'", "split"))
-
-    def _weight(self, *names: str) -> None:
-        for name in names:
-            self._number(name, lambda v: 0 <= v < float("inf"), "0 or a positive number")
-
-    def _positive(self, *names: str) -> None:
-        for name in names:
-            self._number(name, lambda v: 0 < v < float("inf"), "a positive number")
-
-    def _number(self, name: str, fits: Callable[[Any], bool], words: str) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not fits(value):
-            raise BadArgument(expected(f"{name} to be {words}", value))
 
 
 class ReferenceTrainer(TextTrainer):

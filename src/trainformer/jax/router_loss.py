@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainformer.backends.jax.step import TOTALS, VALID
-from trainformer.core.errors import BadArgument, check_choice, expected
+from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import Loss
 from trainformer.losses.jax.router import (
     RouterStatistics,
@@ -26,16 +25,6 @@ from trainformer.models.jax.block import RouterProbe
 
 SCOPES = ("step", "batch")
 _STATISTICS, _WEIGHT = "router", "router_weight"
-
-
-def check_router_arguments(arguments: Any) -> None:
-    """Validate `router_aux_loss_coef`, `router_z_loss_coef` and `router_loss`."""
-    check_choice("router_loss", arguments.router_loss, SCOPES)
-    for name in ("router_aux_loss_coef", "router_z_loss_coef"):
-        value = getattr(arguments, name)
-        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-        if not number and not (value is None and name == "router_aux_loss_coef"):
-            raise BadArgument(expected(f"{name} to be a number of at least 0", value))
 
 
 @dataclass(frozen=True)

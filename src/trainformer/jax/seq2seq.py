@@ -56,11 +56,8 @@ class Seq2SeqConfig(TextArguments):
         self._integer("max_target_length", 2)
         if not isinstance(self.prefix, str):
             raise BadArgument(expected("prefix to be a text", self.prefix))
-        smoothing = self.label_smoothing
-        if isinstance(smoothing, bool) or not isinstance(smoothing, (int, float)) or not 0 <= smoothing < 1:
-            raise BadArgument(expected("label_smoothing of at least 0 and below 1", smoothing))
-        if self.generate_metrics not in (True, False):
-            raise BadArgument(expected("generate_metrics to be True or False", self.generate_metrics))
+        self._number("label_smoothing", lambda v: 0 <= v < 1, "at least 0 and below 1")
+        self._flag("generate_metrics")
         refuse_values(self, "Pass max_source_length and max_target_length.", max_sequence_length=(None,))
         do = "Records are pairs of a source and a target, which are truncated if they are too long."
         fixed: dict[str, Any] = {"prompt_template": (None,), "train_on_inputs": (None,), "packing": (False,)}

@@ -51,10 +51,9 @@ class SFTConfig(TextArguments):
             raise BadArgument(expected("eval_packing to be True, False or None", self.eval_packing))
         if self.completion_only_loss not in (None, True, False):
             raise BadArgument(expected("completion_only_loss to be True, False or None", self.completion_only_loss))
-        for name, limit in (("label_smoothing", 1.0), ("z_loss", math.inf)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < limit:
-                raise BadArgument(expected(f"{name} of at least 0" + (" and below 1" * (limit == 1)), value))
+        self._number("label_smoothing", lambda v: 0 <= v < 1, "at least 0 and below 1")
+        self._weight("z_loss")
+        self._flag("assistant_only_loss")
         asked = {
             "train_on_inputs": {None: None, True: "all", False: "assistant"}[self.train_on_inputs],
             "completion_only_loss": {None: None, True: "completion", False: "all"}[self.completion_only_loss],

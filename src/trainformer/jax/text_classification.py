@@ -59,9 +59,7 @@ class SequenceClassificationConfig(TextArguments):
     def check(self) -> None:
         super().check()
         check_names(self.problem, self.class_names, self.num_classes)
-        smoothing = self.label_smoothing
-        if isinstance(smoothing, bool) or not isinstance(smoothing, (int, float)) or not 0 <= smoothing < 1:
-            raise BadArgument(expected("label_smoothing of at least 0 and below 1", smoothing))
+        self._number("label_smoothing", lambda v: 0 <= v < 1, "at least 0 and below 1")
         do = "Each text is a row with one output, truncated if it is too long."
         fixed: dict[str, Any] = {"prompt_template": (None,), "train_on_inputs": (None,), "chunk_tokens": (None,)}
         refuse_values(self, do, **fixed, packing=(False,), truncation=("auto", "truncate"))

@@ -22,7 +22,7 @@ from flax import nnx
 from trainformer.backends.jax.sharding import data_shards
 from trainformer.backends.jax.step import VALID, EvalOutput
 from trainformer.checkpointing.tools.jax_models import TrainerRecord
-from trainformer.core.errors import BadArgument, DataError, did_you_mean, expected
+from trainformer.core.errors import BadArgument, DataError, check_choice, did_you_mean, expected
 from trainformer.core.types import Loss
 from trainformer.data.text.collate import token_batch
 from trainformer.data.text.encode import TRUNCATION, Encoder
@@ -33,7 +33,7 @@ from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.base_trainer import BaseTrainer
 from trainformer.jax.generation import generate_texts, sampling_options
 from trainformer.jax.previews import PreviewArguments, Previews
-from trainformer.jax.router_loss import RouterLoss, check_router_arguments, router_rows, summarize_router
+from trainformer.jax.router_loss import SCOPES, RouterLoss, router_rows, summarize_router
 from trainformer.jax.saving import new_files, save_trainer
 from trainformer.jax.trainer_protocol import TrainerConfigureFunctionOutput
 from trainformer.losses.jax.tokens import IGNORE_INDEX, RowSums, row_sums, token_loss
@@ -68,7 +68,10 @@ class TextArguments(PreviewArguments):
         super().check()
         if self.quantization is not None:
             check_quantization(self.quantization)
-        check_router_arguments(self)
+        check_choice("router_loss", self.router_loss, SCOPES)
+        self._weight("router_z_loss_coef")
+        if self.router_aux_loss_coef is not None:
+            self._weight("router_aux_loss_coef")
         if self.truncation not in TRUNCATION:
             do = did_you_mean(str(self.truncation), TRUNCATION)
             raise BadArgument(expected(f"truncation to be one of {', '.join(TRUNCATION)}", self.truncation, do))
