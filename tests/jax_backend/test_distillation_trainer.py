@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from step_zero import ON_TORCH, ONE_STEP, assert_same_gradients, assert_same_metrics, metrics_of
 from text_trainer_toys import devices, make_folder, pairs, save_changed, trainer_of
 
@@ -151,6 +152,27 @@ def test_the_base_as_teacher_and_lora(folder, tmp_path):
         assert after["eval_ce"] < before["eval_ce"]
         if lora is not None:
             assert all(path.endswith(("lora_a", "lora_b")) for path in state.trainable)
+
+
+def test_a_teacher_of_another_kind_is_in_eval_mode(tmp_path):
+    modes = set()
+
+    class Lookup(nnx.Module):
+        def __init__(self, rngs):
+            self.embedding, self.dropout = nnx.Embed(8, 8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, ids):
+            modes.add((type(self), self.dropout.deterministic))
+            return self.dropout(self.embedding(ids))
+
+    class Teacher(Lookup):
+        pass
+
+    data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
+    arguments = DistillationConfig(max_steps=1, total_batch_size=8, log="none", output_dir=str(tmp_path / "run"))
+    models = {"model": lambda rngs: Lookup(rngs), "teacher_model": lambda rngs: Teacher(rngs)}
+    DistillationTrainer(arguments, **models, train_dataset=data).train()
+    assert modes == {(Lookup, False), (Teacher, True)}
 
 
 @pytest.mark.slow

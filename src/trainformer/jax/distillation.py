@@ -19,9 +19,10 @@ import optax
 from flax import nnx
 
 from trainformer.backends.jax.compilation import JittedStep
-from trainformer.backends.jax.precision import cast_floating, set_compute_dtype
+from trainformer.backends.jax.precision import cast_floating
 from trainformer.backends.jax.sharding import make_sharded
 from trainformer.backends.jax.state import TrainState
+from trainformer.backends.jax.step import eval_model
 from trainformer.checkpointing.tools.jax_models import TrainerRecord
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import Loss
@@ -186,11 +187,10 @@ class DistillationTrainer(SFTTrainer):
     def _teacher_of(self, model: Any) -> Any:
         """The teacher's module, whose weights are an argument while a step is traced."""
         state = self._teacher if self._traced is None else self._traced
-        if state is None:  # the student without its adapter
-            return without_adapter(nnx.merge(*nnx.split(model)))
-        teacher: Any = state.merge(state.params, state.variables, state.key)
-        if self.dtype != np.float32:
-            set_compute_dtype(teacher, self.dtype)
+        if state is not None:
+            return eval_model(state, self.dtype)
+        teacher = without_adapter(nnx.merge(*nnx.split(model)))  # the student without its adapter
+        teacher.eval()
         return teacher
 
     # -- to be built again from a checkpoint ---------------------------------------------------------------------

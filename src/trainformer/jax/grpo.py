@@ -17,10 +17,10 @@ import numpy as np
 from flax import nnx
 
 from trainformer.backends.jax.compilation import JittedStep
-from trainformer.backends.jax.precision import cast_floating, set_compute_dtype
+from trainformer.backends.jax.precision import cast_floating
 from trainformer.backends.jax.processes import gather_to_host
 from trainformer.backends.jax.state import TrainState
-from trainformer.backends.jax.step import VALID, make_train_step
+from trainformer.backends.jax.step import VALID, eval_model, make_train_step
 from trainformer.core.errors import BadArgument, expected
 from trainformer.core.types import Loss
 from trainformer.data.labels import is_stream
@@ -233,9 +233,7 @@ class GRPOTrainer(TextTrainer):
         """Log probabilities of sampled tokens, without a gradient."""
 
         def score(state: TrainState, batch: Mapping[str, Any]) -> jax.Array:
-            model = state.merge(cast_floating(state.params, self.dtype), state.variables, state.key)
-            if self.dtype != jnp.float32:
-                set_compute_dtype(model, self.dtype)
+            model = eval_model(state, self.dtype)
             return self._scores(model if adapted else without_adapter(model), batch).log_probs
 
         return JittedStep(score, self.mesh, shardings, train=False, name=name)

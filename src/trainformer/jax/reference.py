@@ -22,9 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainformer.backends.jax.compilation import JittedStep
 from trainformer.backends.jax.placement import Placer
-from trainformer.backends.jax.precision import cast_floating, set_compute_dtype
 from trainformer.backends.jax.sharding import make_sharded
 from trainformer.backends.jax.state import TrainState, path_string
+from trainformer.backends.jax.step import eval_model
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.data.numpy_loader import NumpySource
 from trainformer.data.text.store import StoreView
@@ -141,11 +141,7 @@ class Scorer:
         data.scores = scores
 
     def _scores_of(self, state: TrainState, batch: Mapping[str, Any]) -> jax.Array:
-        model = state.merge(cast_floating(state.params, self._dtype), state.variables, state.key)
-        if self._dtype != np.float32:
-            set_compute_dtype(model, self._dtype)
-        model.eval()
-        return self._log_probs(without_adapter(model), batch)
+        return self._log_probs(without_adapter(eval_model(state, self._dtype)), batch)
 
 
 def without_adapter(model: Any) -> Any:

@@ -171,7 +171,7 @@ def make_predict_step(
     """A pure function ``(state, batch) -> {name: rows}`` of `predict`, with the model in eval mode."""
 
     def predict_step(state: TrainState, batch: Mapping[str, Any]) -> dict[str, Any]:
-        rows = predict(_model(state, state.params, state.variables, state.key, compute_dtype), batch)
+        rows = predict(eval_model(state, compute_dtype), batch)
         if not isinstance(rows, Mapping) or not all(jnp.ndim(value) for value in rows.values()):
             received = (
                 rows if not isinstance(rows, Mapping) else {name: jnp.shape(value) for name, value in rows.items()}
@@ -180,6 +180,11 @@ def make_predict_step(
         return {name: jnp.asarray(value) for name, value in rows.items()}
 
     return predict_step
+
+
+def eval_model(state: TrainState, compute_dtype: Any = None) -> nnx.Module:
+    """The module of a state in eval mode, with its parameters in the compute dtype."""
+    return _model(state, state.params, state.variables, state.key, compute_dtype)
 
 
 def make_gradient_check(loss: LossFunction, *, compute_dtype: Any = None) -> Callable[[TrainState, Any], Any]:
