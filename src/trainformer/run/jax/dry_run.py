@@ -77,24 +77,24 @@ class DryRun:
 class HostCopy:
     """A copy of a state in host memory, from which it is restored bit for bit, in the same shards.
 
-    Steps donate the state, and the devices may have no room for two.
+    Steps donate the state, and the devices may have no room for two. Of equal shards there is one copy.
     """
 
     def __init__(self, state: Any) -> None:
         leaves, self._structure = jax.tree.flatten(state)
-        self._leaves = [
-            (leaf.shape, leaf.sharding, [(shard.device, np.array(shard.data)) for shard in leaf.addressable_shards])
-            for leaf in leaves
-        ]
+        self._leaves = [_ArrayCopy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
 
     def restore(self) -> Any:
         """The state on its devices again."""
-        return jax.tree.unflatten(
-            self._structure,
-            [
-                jax.make_array_from_single_device_arrays(
-                    shape, sharding, [jax.device_put(data, device) for device, data in shards]
-                )
-                for shape, sharding, shards in self._leaves
-            ],
-        )
+        leaves = [leaf.restore() if isinstance(leaf, _ArrayCopy) else leaf for leaf in self._leaves]
+        return jax.tree.unflatten(self._structure, leaves)
+
+
+class _ArrayCopy:
+    def __init__(self, array: jax.Array) -> None:
+        self._shape, self._sharding = array.shape, array.sharding
+        shards = {str(shard.index): shard for shard in array.addressable_shards}
+        self._parts = {index: np.array(shard.data) for index, shard in shards.items()}
+
+    def restore(self) -> jax.Array:
+        return jax.make_array_from_callback(self._shape, self._sharding, lambda index: self._parts[str(index)])

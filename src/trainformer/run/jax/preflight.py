@@ -21,9 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainformer.backends.jax.compilation import JittedStep
-from trainformer.backends.jax.sharding import copy_to_mesh
 from trainformer.backends.jax.step import make_gradient_check
-from trainformer.backends.jax.step_metrics import unpack_metrics
 from trainformer.checkpointing.jax_files import read_state, write_state
 from trainformer.core.types import DeviceBatch, HostBatch
 from trainformer.data.mixture.dataset import SOURCE
@@ -31,6 +29,7 @@ from trainformer.data.order import preserved_generators
 from trainformer.engine.evaluation import evaluate
 from trainformer.run.cadences import never_due
 from trainformer.run.check_report import CheckReport, Status, some, words
+from trainformer.run.jax.dry_run import HostCopy
 from trainformer.run.jax.run import JaxRun
 from trainformer.run.validation_sets import metric_name
 from trainformer.utils.text import duration
@@ -60,7 +59,7 @@ def check_run(run: JaxRun, raise_on_failure: bool = True) -> CheckReport:
 def _preserved(run: JaxRun) -> Iterator[None]:
     """Restore the train state, the counters of the backend and the position in the data."""
     backend, source = run.backend, run.train_source
-    before = _Copy(backend.state)
+    before = HostCopy(backend.state)
     flags, skipped, norm = backend._finite_flags, backend.skipped_steps, backend.grad_norm
     position = source.state_dict() if hasattr(source, "state_dict") else None
     try:
@@ -152,8 +151,7 @@ def _training(run: JaxRun, batch: HostBatch, report: CheckReport) -> bool:
 
 def _own_step(run: JaxRun, batch: HostBatch, report: CheckReport) -> bool:
     """One call of the user's train step, which should change every trainable parameter."""
-    before = _named_params(run.backend.state)
-    before = {name: np.asarray(array) for name, array in before.items()}
+    before = {name: np.array(array) for name, array in _named_params(run.backend.state).items()}
     output = _step(run, batch)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     value = None if loss is None or np.ndim(loss) else float(loss)
@@ -208,7 +206,7 @@ def _costs(run: JaxRun, batch: HostBatch, report: CheckReport) -> None:
     _step(run, batch)
     jax.block_until_ready(run.backend.state)
     report.seconds_per_step = time.perf_counter() - began
-    report.peak_bytes, limit = _planned_bytes(run, batch), _device_bytes(run)
+    report.peak_bytes, limit = _planned_bytes(run, batch), _device_bytes()
     text, problems = f"{report.seconds_per_step * 1e3:,.1f} ms per step", []
     if report.peak_bytes is not None:
         text += f", {_size(report.peak_bytes)} of memory per device"
@@ -286,8 +284,6 @@ def _step(run: JaxRun, batch: HostBatch) -> Any:
     """One update on a batch, without hooks; what the step returned besides the state."""
     backend = run.backend
     backend.state, output = backend._train_step(backend.state, _placed(run, batch).data)
-    if isinstance(backend._train_step, JittedStep):
-        unpack_metrics(output)
     return output
 
 
@@ -296,21 +292,6 @@ def _micro_batch(run: JaxRun, batch: HostBatch) -> dict[str, Any]:
     data = {name: array for name, array in _placed(run, batch).data.items() if name != SOURCE}
     rows = max(1, run.settings.batch_size // run.settings.micro_batches)
     return {name: array[:rows] if np.ndim(array) else array for name, array in data.items()}
-
-
-class _Copy:
-    """A copy of a state that steps do not invalidate: on the host, or on the devices if other processes have parts."""
-
-    def __init__(self, state: Any) -> None:
-        leaves, self._structure = jax.tree.flatten(state)
-        self._on_host = jax.process_count() == 1 and all(hasattr(leaf, "sharding") for leaf in leaves)
-        self._leaves = [np.array(leaf) if self._on_host else jnp.copy(leaf) for leaf in leaves]
-        self._shardings = [leaf.sharding for leaf in leaves] if self._on_host else []
-
-    def restore(self) -> Any:
-        """The state, on its devices."""
-        leaves = copy_to_mesh(self._leaves, self._shardings) if self._on_host else self._leaves
-        return jax.tree.unflatten(self._structure, leaves)
 
 
 def _perturbed(state: Any) -> Any:
@@ -360,7 +341,7 @@ def _planned_bytes(run: JaxRun, batch: HostBatch) -> int | None:
     return int(sizes - planned.alias_size_in_bytes)
 
 
-def _device_bytes(run: JaxRun) -> int | None:
+def _device_bytes() -> int | None:
     """Memory of a device; of CPUs the part of each in the memory of the machine."""
     device = jax.local_devices()[0]
     if device.platform != "cpu":
