@@ -6,7 +6,6 @@ The loss is in `losses.jax.divergence`, a (sum, weight) over supervised tokens; 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from trainformer.jax.base_trainer import BaseTrainer
 from trainformer.jax.preference import model_before_training, recorded_model
 from trainformer.jax.reference import ReferenceDigest, params_digest, without_adapter
 from trainformer.jax.sft import SFTConfig, SFTTrainer
-from trainformer.jax.text_trainer import POSITION_INPUTS, TextArguments, valid_labels
+from trainformer.jax.text_trainer import POSITION_INPUTS, TextArguments, perplexity, valid_labels
 from trainformer.jax.trainer_protocol import TrainerConfigureModelOutput
 from trainformer.losses.jax.divergence import (
     DistillationSums,
@@ -47,7 +46,6 @@ from trainformer.losses.jax.tokens import Head
 from trainformer.models.jax.decoder import Decoder
 
 _BASE = "base"
-_MAX_EXPONENT = 700.0  # exp overflows a float beyond it
 _HOW = "a model, the name or folder of one, 'base', or a folder of teacher logits"
 
 
@@ -274,7 +272,7 @@ class DistillationTrainer(SFTTrainer):
 
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Perplexity of the student on the data."""
-        return {"perplexity": math.exp(min(metrics["ce"], _MAX_EXPONENT))} if "ce" in metrics else {}
+        return perplexity(metrics, "ce")
 
 
 def _states(model: Any, batch: Mapping[str, Any], key: Any) -> tuple[jax.Array, Head | None]:

@@ -23,8 +23,8 @@ from trainformer.core.errors import BadArgument, check_choice, did_you_mean, exp
 from trainformer.core.types import Loss
 from trainformer.data.text.collate import pair_batch
 from trainformer.data.text.prepare import PairEncoder, Pairs, preference_tokens
-from trainformer.jax.preference import AnswerArguments, ReferenceTrainer, valid_rows
-from trainformer.jax.text_trainer import TextArguments, valid_labels
+from trainformer.jax.preference import AnswerArguments, ReferenceTrainer
+from trainformer.jax.text_trainer import TextArguments, valid_labels, valid_rows
 from trainformer.losses.jax.preference import (
     DIVERGENCES,
     OF_MARGIN,

@@ -31,7 +31,13 @@ from trainformer.engine import Event
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.generation import stop_tokens
 from trainformer.jax.grpo_config import GRPOConfig
-from trainformer.jax.reference import ReferenceDigest, load_reference, params_digest, without_adapter
+from trainformer.jax.reference import (
+    ReferenceDigest,
+    load_reference,
+    params_digest,
+    refuse_replaced_layers,
+    without_adapter,
+)
 from trainformer.jax.rollouts import (
     Advantages,
     DecoderGenerator,
@@ -53,8 +59,6 @@ from trainformer.tasks.language.rollouts.environment import ToolEnvironment, env
 from trainformer.tasks.language.rollouts.reward_functions import RewardFunctions, is_function_path
 from trainformer.tasks.language.rollouts.rollout import Rollout, RolloutMaker
 from trainformer.tasks.language.rollouts.samples import sample_of
-
-_LENGTH_MULTIPLE = 64
 
 
 class GRPOTrainer(TextTrainer):
@@ -186,18 +190,14 @@ class GRPOTrainer(TextTrainer):
         if not self.arguments.beta:
             return output
         state = output.state
-        lora = getattr(state.model, "lora", None)
         if self.reference_model is not None:
             self._reference = load_reference(self, self.reference_model)
-        elif lora is None:
+        elif getattr(state.model, "lora", None) is None:
             # A copy: training steps donate their weights.
             params = jax.tree.map(jnp.copy, cast_floating(state.params, self.dtype))
             self._reference = state.replace(params=params, opt_state=())
-        elif lora.modules_to_save and self.lora and self.lora.folder:
-            raise BadArgument(
-                f"Expected a reference_model, since the adapter in {self.lora.folder} replaces whole layers "
-                f"({', '.join(lora.modules_to_save)}). Pass the model without the adapter."
-            )
+        else:
+            refuse_replaced_layers(self, state)
         self._digest.digest = params_digest((self._reference or state).params, self.mesh)
         return output
 
@@ -363,8 +363,7 @@ class GRPOTrainer(TextTrainer):
         """Tokens per row: of the longest prompt with the longest completion, so that nothing is recompiled."""
         longest = self._longest + self.arguments.max_completion_length
         actual = max(len(rollout.prompt.ids) + len(rollout.tokens) for rollout in rollouts)
-        multiple = int(np.lcm(_LENGTH_MULTIPLE, self.mesh.shape["sp"]))
-        return min(self.positions, -(-max(longest, actual) // multiple) * multiple)
+        return self.padded_length(max(longest, actual), self.positions)
 
     def _log_probs(self, step: JittedStep, state: TrainState, rows: Mapping[str, np.ndarray]) -> np.ndarray:
         """Scores of the rows, in as many parts as there are micro-batches."""

@@ -5,7 +5,6 @@ Masks are drawn in `data.text.masking` when a text is read; the model is in `mod
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,12 +22,18 @@ from trainformer.data.text.prepare import has_tokens
 from trainformer.data.text.records import StandardRecords, TextDataset
 from trainformer.data.text.sources import load_text
 from trainformer.data.text.store import tokenize
-from trainformer.jax.text_trainer import TextArguments, TextTrainer, build_model, refuse_values, valid_labels
+from trainformer.jax.text_trainer import (
+    TextArguments,
+    TextTrainer,
+    build_model,
+    perplexity,
+    refuse_values,
+    valid_labels,
+)
 from trainformer.losses.jax.tokens import RowSums, row_sums
 from trainformer.models.jax.bert import Bert, BertConfig
 from trainformer.models.jax.huggingface import check_family
 
-_MAX_EXPONENT = 700.0  # exp overflows a float beyond it
 _INPUTS = ("attention_mask", "position_ids", "segment_ids")
 
 
@@ -150,4 +155,4 @@ class MaskedLMTrainer(TextTrainer):
 
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Perplexity, from the mean loss over all chosen tokens of the dataset."""
-        return {"perplexity": math.exp(min(metrics["loss"], _MAX_EXPONENT))} if "loss" in metrics else {}
+        return perplexity(metrics)

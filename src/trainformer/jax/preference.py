@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from trainformer.backends.jax.step import VALID
 from trainformer.checkpointing.tools.jax_models import TrainerRecord
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.jax.arguments import TrainingArguments
-from trainformer.jax.reference import ReferenceDigest, ScoredAnswers, Scorer, load_reference
+from trainformer.jax.reference import ReferenceDigest, ScoredAnswers, Scorer, load_reference, refuse_replaced_layers
 from trainformer.jax.text_trainer import TextArguments, TextTrainer
 from trainformer.jax.trainer_protocol import TrainerConfigureModelOutput
 
@@ -92,13 +90,8 @@ class ReferenceTrainer(TextTrainer):
         output = super().configure_model()
         if self._scored:
             state = output.state if self.reference_model is None else load_reference(self, self.reference_model)
-            lora = getattr(state.model, "lora", None)
-            # An adapter can be disabled for the reference, but layers that it replaced (modules_to_save) are lost.
-            if self.reference_model is None and self.lora and self.lora.folder and lora and lora.modules_to_save:
-                raise BadArgument(
-                    f"Expected a reference_model, since the adapter in {self.lora.folder} replaces whole layers "
-                    f"({', '.join(lora.modules_to_save)}). Pass the model without the adapter."
-                )
+            if self.reference_model is None:
+                refuse_replaced_layers(self, state)
             scorer = Scorer(
                 state,
                 self.mesh,
@@ -141,8 +134,3 @@ def model_before_training(name: str, record: TrainerRecord) -> dict[str, Any]:
             expected("the folder or name of the model that training began with", "one made by the program", do)
         )
     return {name: record.base}
-
-
-def valid_rows(batch: Mapping[str, Any]) -> jax.Array:
-    """1.0 for each row of a batch that is no padding."""
-    return batch[VALID].astype(jnp.float32) if VALID in batch else jnp.ones(len(batch["input_ids"]), jnp.float32)

@@ -152,6 +152,16 @@ def without_adapter(model: Any) -> Any:
     return model
 
 
+def refuse_replaced_layers(trainer: Any, state: TrainState) -> None:
+    """Raise if the reference cannot be the model without its adapter, whose layers to save replaced original ones."""
+    lora = getattr(state.model, "lora", None)
+    if trainer.lora and trainer.lora.folder and lora and lora.modules_to_save:
+        raise BadArgument(
+            f"Expected a reference_model, since the adapter in {trainer.lora.folder} replaces whole layers "
+            f"({', '.join(lora.modules_to_save)}). Pass the model without the adapter."
+        )
+
+
 def load_reference(trainer: Any, given: Any) -> TrainState:
     """The state of a reference model (a folder, a module, or a function that builds one), on the trainer's mesh."""
     if given is trainer.model and isinstance(given, nnx.Module):

@@ -24,8 +24,8 @@ from trainformer.data.text.collate import pair_batch, token_batch
 from trainformer.data.text.encode import Encoder
 from trainformer.data.text.preferences import RewardEncoder, not_scored, reward_tokens, scored_examples
 from trainformer.data.text.sources import records_of
-from trainformer.jax.preference import AnswerArguments, valid_rows
-from trainformer.jax.text_trainer import LoRAConfig, TextArguments, TextTrainer, refuse_values
+from trainformer.jax.preference import AnswerArguments
+from trainformer.jax.text_trainer import LoRAConfig, TextArguments, TextTrainer, refuse_values, valid_rows
 from trainformer.losses.jax.preference import reward_model_loss
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
 from trainformer.models.jax.huggingface import check_family
@@ -201,7 +201,7 @@ class RewardTrainer(TextTrainer):
             for begin in range(0, len(order), batch_size):
                 places = order[begin : begin + batch_size]
                 rows = [examples[i] for i in places]
-                length = min(self.max_length, -(-len(rows[-1]["input_ids"]) // 64) * 64)
+                length = self.padded_length(len(rows[-1]["input_ids"]), self.max_length)
                 rows += [rows[-1]] * (batch_size - len(rows))  # batches of few shapes
                 ids = self.check_token_ids(token_batch(rows, length, self.pad_id))["input_ids"]
                 values = np.asarray(_scores(graph, state, jnp.asarray(ids), self.pad_id))

@@ -5,7 +5,6 @@ Pairs are tokenised in `data.text.source_target`; the model and its greedy gener
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from trainformer.backends.jax.step import VALID
 from trainformer.core.errors import BadArgument, DataError, check_count, expected
 from trainformer.core.types import Loss
 from trainformer.data.ids import sample_ids
@@ -27,12 +25,19 @@ from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.source_target import PairDataset, PairEncoder, SourceEncoder, source_key
 from trainformer.data.text.sources import load_text, records_of
 from trainformer.data.text.store import tokenize
-from trainformer.jax.text_trainer import TextArguments, TextTrainer, build_model, refuse_values, valid_labels
+from trainformer.jax.text_trainer import (
+    TextArguments,
+    TextTrainer,
+    build_model,
+    perplexity,
+    refuse_values,
+    valid_labels,
+    valid_rows,
+)
 from trainformer.losses.jax.tokens import IGNORE_INDEX, RowSums, row_sums
 from trainformer.models.jax.huggingface import check_family
 from trainformer.models.jax.t5 import T5, T5Config
 
-_MAX_EXPONENT = 700.0  # exp overflows a float beyond it
 _LENGTH_MULTIPLE = 16  # batch lengths are rounded up to it
 
 
@@ -118,12 +123,11 @@ class Seq2SeqTrainer(TextTrainer):
             raise DataError(expected("pairs with a length", type(data).__name__, do))
         records: Any = data if has_tokens(data) else StandardRecords(data)
         tokens = PairDataset(tokenize(records, self.pairs, **self.token_options(train)))
-        multiple = math.lcm(_LENGTH_MULTIPLE, self.mesh.shape["sp"])
         limits = self.arguments.max_source_length, self.arguments.max_target_length
         for place, name in enumerate(("input_ids", "labels")):
             longest = max(len(tokens[index][name]) for index in range(len(tokens)))
-            longest = min(limits[place], -(-longest // multiple) * multiple)
-            self._lengths[place] = max(self._lengths[place], longest)
+            padded = self.padded_length(longest, limits[place], _LENGTH_MULTIPLE)
+            self._lengths[place] = max(self._lengths[place], padded)
         return tokens
 
     def create_collect_function(self, *args: Any, **kwargs: Any) -> Callable[[list[Any]], Any]:
@@ -157,14 +161,13 @@ class Seq2SeqTrainer(TextTrainer):
             return found
         labels = batch["labels"]
         tokens = model.generate(batch["input_ids"], labels.shape[1], batch["attention_mask"])
-        valid = batch[VALID] if VALID in batch else jnp.ones(len(labels), jnp.bool_)
-        right = jnp.all((tokens == labels) | (labels == IGNORE_INDEX), axis=1) & valid
-        match = jnp.sum(right, dtype=jnp.float32), jnp.sum(valid, dtype=jnp.float32)
+        valid = valid_rows(batch)
+        match = jnp.sum(jnp.all((tokens == labels) | (labels == IGNORE_INDEX), axis=1) * valid), jnp.sum(valid)
         return Loss(found.sum, found.weight, {**(found.metrics or {}), "exact_match": match}, found.per_sample)
 
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Perplexity, from the mean loss over all target tokens of the dataset."""
-        return {"perplexity": math.exp(min(metrics["loss"], _MAX_EXPONENT))} if "loss" in metrics else {}
+        return perplexity(metrics)
 
     # -- generation ----------------------------------------------------------------------------------------------
 
@@ -209,7 +212,7 @@ class Seq2SeqTrainer(TextTrainer):
     def _written(self, rows: Sequence[Any], count: int | None, longest: int = 0) -> list[str]:
         """The texts generated for tokens, with room for a source of `longest` tokens."""
         longest = max(longest, *map(len, rows))
-        length = min(self.arguments.max_source_length, -(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)
+        length = self.padded_length(longest, self.arguments.max_source_length, _LENGTH_MULTIPLE)
         batch = token_batch([{"input_ids": row} for row in rows], length, self.pad_id)
         ids, mask = jnp.asarray(batch["input_ids"]), jnp.asarray(batch["attention_mask"])
         with self.eval_mode():

@@ -5,7 +5,6 @@ The loss is a (sum, weight) over supervised tokens, so that padding, packing and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +21,7 @@ from trainformer.data.text.prepare import causal_tokens
 from trainformer.data.text.records import TextDataset
 from trainformer.data.text.sources import load_text
 from trainformer.jax.arguments import TrainingArguments
-from trainformer.jax.text_trainer import TextArguments, TextTrainer
-
-_MAX_EXPONENT = 700.0  # exp overflows a float beyond it
+from trainformer.jax.text_trainer import TextArguments, TextTrainer, perplexity
 
 
 @dataclass(kw_only=True)
@@ -132,7 +129,7 @@ class SFTTrainer(TextTrainer):
 
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Perplexity, from the mean loss over all supervised tokens of the dataset."""
-        return {"perplexity": math.exp(min(metrics["loss"], _MAX_EXPONENT))} if "loss" in metrics else {}
+        return perplexity(metrics)
 
 
 class _Formatted(IndexedDataset):

@@ -6,7 +6,6 @@ Classes are found in `data.text.labels`, texts are tokenised in `data.text.label
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -19,7 +18,6 @@ import numpy as np
 import optax
 from flax import nnx
 
-from trainformer.backends.jax.step import VALID
 from trainformer.core.errors import BadArgument, DataError, check_count, expected
 from trainformer.core.types import Loss
 from trainformer.data.ids import sample_ids
@@ -32,14 +30,20 @@ from trainformer.data.text.store import tokenize
 from trainformer.data.text.token_records import only_columns
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.recorded import NoTrainingData
-from trainformer.jax.text_trainer import LoRAConfig, TextArguments, TextTrainer, build_model, refuse_values
+from trainformer.jax.text_trainer import (
+    LoRAConfig,
+    TextArguments,
+    TextTrainer,
+    build_model,
+    refuse_values,
+    valid_rows,
+)
 from trainformer.losses.jax.tokens import IGNORE_INDEX, row_sums
 from trainformer.models.jax.bert import Bert, BertConfig
 from trainformer.models.jax.huggingface import check_family, find_folder, read_model_config
 
 _HEAD = "sequence_classification"
 _INPUTS = ("attention_mask", "token_type_ids")
-_LENGTH_MULTIPLE = 64  # as in training
 
 
 @dataclass(kw_only=True)
@@ -183,19 +187,18 @@ class SequenceClassificationTrainer(TextTrainer):
 
     def _loss(self, model: Any, batch: Mapping[str, Any], key: Any, smoothing: float) -> Loss:
         logits, labels = self._logits(model, batch, key), batch["labels"]
-        valid = batch[VALID] if VALID in batch else jnp.ones(len(labels), jnp.bool_)
+        valid = valid_rows(batch)
         if self.labels.problem == "single":
-            labels = jnp.where(valid, labels.astype(jnp.int32), IGNORE_INDEX)
+            labels = jnp.where(valid > 0, labels.astype(jnp.int32), IGNORE_INDEX)
             return row_sums(logits[:, None], labels[:, None], shift=False, label_smoothing=smoothing).total()
         if self.labels.problem == "regression":
             losses, metrics = jnp.square(logits - labels), {}
         else:
             losses = optax.sigmoid_binary_cross_entropy(logits, labels)
             metrics = {"accuracy": (logits > 0) == (labels > 0)}
-        weights = valid.astype(jnp.float32)
-        rows, total = jnp.where(valid, jnp.mean(losses, axis=-1), 0.0), jnp.sum(weights)
-        pairs = {name: (jnp.sum(weights * jnp.mean(right, axis=-1)), total) for name, right in metrics.items()}
-        return Loss(jnp.sum(rows), total, pairs, (rows, weights))
+        rows, total = jnp.where(valid > 0, jnp.mean(losses, axis=-1), 0.0), jnp.sum(valid)
+        pairs = {name: (jnp.sum(valid * jnp.mean(right, axis=-1)), total) for name, right in metrics.items()}
+        return Loss(jnp.sum(rows), total, pairs, (rows, valid))
 
     def _logits(self, model: Any, batch: Mapping[str, Any], key: Any) -> jax.Array:
         inputs = {name: batch[name] for name in _INPUTS if name in batch}
@@ -264,9 +267,8 @@ class SequenceClassificationTrainer(TextTrainer):
         pieces = encoder.encode_all([records[i] for i in range(len(records))])
         samples = [{**split_item(piece._asdict()), "label": self.labels.encode(None)} for (piece,) in pieces]
         size = batch_size or self.batch_sizes.evaluation
-        multiple = math.lcm(_LENGTH_MULTIPLE, self.mesh.shape["sp"])
-        longest = -(-max(len(sample["input_ids"]) for sample in samples) // multiple) * multiple
-        length = max(self._longest, min(self.max_length, longest))
+        longest = max(len(sample["input_ids"]) for sample in samples)
+        length = max(self._longest, self.padded_length(longest, self.max_length))
         for start in range(0, len(samples), size):
             rows = samples[start : start + size]
             batch = self.collect_texts(rows + rows[-1:] * (size - len(rows)), length)  # one shape: one compilation

@@ -47,6 +47,7 @@ from trainformer.models.jax.quantization import check_quantization
 _DEFAULT_LENGTH = 2048  # tokens, unless the user or the model asks for fewer
 _LENGTH_MULTIPLE = 64  # batch lengths are rounded up to it, to suit the hardware
 _MAX_LOGITS = 1 << 28  # elements that a device holds at once, 1 GiB in float32
+_MAX_EXPONENT = 700.0  # exp overflows a float beyond it
 POSITION_INPUTS = ("position_ids", "segment_ids")
 _INPUTS = ("input_ids", *POSITION_INPUTS)
 
@@ -275,8 +276,12 @@ class TextTrainer(BaseTrainer):
 
     def cover_length(self, longest: int) -> None:
         """Give rows room for sequences of `longest` tokens."""
-        multiple = math.lcm(_LENGTH_MULTIPLE, self.mesh.shape["sp"])
-        self._longest = max(self._longest, min(self.max_length, -(-longest // multiple) * multiple))
+        self._longest = max(self._longest, self.padded_length(longest, self.max_length))
+
+    def padded_length(self, length: int, limit: int, multiple: int = _LENGTH_MULTIPLE) -> int:
+        """The length of rows for sequences of `length` tokens: a multiple, also of the axis `sp`, or else the limit."""
+        multiple = math.lcm(multiple, self.mesh.shape["sp"])
+        return min(limit, -(-length // multiple) * multiple)
 
     def check_token_ids(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Raise for token ids outside the vocabulary, which jax would turn into NaN. Returns the batch."""
@@ -486,6 +491,20 @@ def valid_labels(batch: Mapping[str, Any]) -> jax.Array:
     if VALID not in batch:
         return labels
     return jnp.where(batch[VALID].reshape(-1, *[1] * (labels.ndim - 1)), labels, IGNORE_INDEX)
+
+
+def valid_rows(batch: Mapping[str, Any]) -> jax.Array:
+    """1.0 for each row of a batch that is no padding."""
+    return batch[VALID].astype(jnp.float32) if VALID in batch else jnp.ones(len(batch["input_ids"]), jnp.float32)
+
+
+def perplexity(metrics: Mapping[str, float], loss: str = "loss") -> dict[str, float]:
+    """The perplexity of a mean loss over tokens; nothing without the loss.
+
+    >>> perplexity({"loss": 0.0}), perplexity({})
+    ({'perplexity': 1.0}, {})
+    """
+    return {"perplexity": math.exp(min(metrics[loss], _MAX_EXPONENT))} if loss in metrics else {}
 
 
 def build_model(config: Any, rngs: nnx.Rngs) -> Any:
