@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from trainformer.backends.jax.averaging import StateAverage
 from trainformer.backends.jax.gradient_norms import GradientNorms
+from trainformer.backends.jax.precision import resolve_dtype
 from trainformer.backends.jax.probes import LinearProbe, knn_accuracy
 from trainformer.backends.jax.profiling import Trace
 from trainformer.backends.jax.sharding import data_shards
@@ -30,7 +31,7 @@ from trainformer.run.jax.run import JaxRun
 
 
 class JaxTrainerApi(TrainerApi):
-    """Base of `BaseTrainer`: its settings, optimizer and learning rate under the names that callbacks know."""
+    """Base of `BaseTrainer`: its model, settings and learning rate under the names that callbacks know."""
 
     _run: JaxRun
     arguments: TrainingArguments
@@ -38,11 +39,34 @@ class JaxTrainerApi(TrainerApi):
     mesh: Mesh
     tx: Any
     scheduler: Any
+    _model: Any
 
     @property
     def task(self) -> Any:
         """Where callbacks find the model."""
         return self
+
+    @property
+    def model(self) -> Any:
+        """The module with the current weights; before there is a state, the `model` argument."""
+        is_built = self._model is None and "_run" in self.__dict__
+        return self.model_state.model if is_built else self._model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self._model = model
+
+    @property
+    def model_state(self) -> Any:
+        """The state that is trained."""
+        return self._run.backend.state
+
+    _model_state = model_state  # its name in EasyDeL
+
+    @property
+    def param_dtype(self) -> Any:
+        """The dtype of the stored weights."""
+        return resolve_dtype(self.arguments.param_dtype)
 
     @property
     def training_batch_size(self) -> int:

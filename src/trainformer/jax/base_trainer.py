@@ -7,7 +7,7 @@ those of every other entry point; mesh, steps and optimizers are in `backends.ja
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from trainformer.engine import Event
 from trainformer.jax.aliases import refuse_unknown_keywords, settings_passed
 from trainformer.jax.api import JaxTrainerApi
 from trainformer.jax.arguments import TrainingArguments
+from trainformer.jax.hooks import TrainerHooks
 from trainformer.jax.limits import FirstBatches
 from trainformer.jax.recorded import NoTrainingData
 from trainformer.jax.saving import save_trainer, write_weights
@@ -72,7 +73,7 @@ from trainformer.utils.console import PipeConsole
 logger = logging.getLogger("trainformer")
 
 
-class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
+class BaseTrainer(TrainerHooks, JaxTrainerApi, BaseTrainerProtocol):
     """Trains a flax nnx model on a mesh of devices.
 
     `model` is a module, a function that builds one (``lambda rngs: MyModel(rngs=rngs)``; its weights are initialised
@@ -239,51 +240,7 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
             raise BadArgument(expected("steps_per_execution=1", f"{steps} with {reason}"))
         return steps
 
-    # -- methods to override -------------------------------------------------------------------------------------
-
-    def compute_loss(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Any:
-        """The loss of a batch, to be differentiated: a mean over its rows, or ``Loss(sum, weight, metrics)``.
-
-        A mean may come with a dict of means to log: ``return loss, {"accuracy": accuracy}``.
-
-        The model is in training mode. `key` is a PRNG key, unique to each step and micro-batch.
-        """
-        raise NotImplementedError
-
-    def compute_metrics(self, model: nnx.Module, batch: Mapping[str, Any], key: Any) -> Any:
-        """The metrics of an evaluation batch, in the same form; the model is in eval mode. Default: the loss."""
-        return self.compute_loss(model, batch, key)
-
-    def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Additional metrics, computed from the means of a whole evaluation."""
-        return {}
-
-    def summarize_rows(self, rows: dict[str, Any]) -> dict[str, float]:
-        """Additional metrics, computed from the rows of a whole evaluation: NumPy arrays by name.
-
-        For metrics that are no means. `compute_metrics` returns ``EvalOutput(loss, rows)`` (of
-        `trainformer.backends.jax.step`) then.
-        """
-        return {}
-
-    def step_totals(self, model: nnx.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Sums that the loss of a whole optimizer step depends on, as arrays by name, with the model in eval mode.
-
-        They are added up over the micro-batches before the first one; `compute_loss` finds them in
-        ``batch["_totals"]``. They have no gradient.
-        """
-        return {}
-
-    @property
-    def _has_step_totals(self) -> bool:
-        return self._overrides("step_totals")
-
-    def predict_step(self, model: nnx.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Arrays with one row per sample, such as `prediction`, `embedding` and `label`; the model is in eval mode.
-
-        Callbacks that show predictions or classify features need it, and so does `embed`.
-        """
-        raise NotImplementedError
+    # -- data, model and steps -----------------------------------------------------------------------------------
 
     def create_collect_function(self, max_sequence_length: int | None = None, truncation_mode: str = "keep_end") -> Any:
         """The collate function: makes a batch of a list of samples. A list that it returns is stacked.
@@ -306,10 +263,6 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
         if not overridden and not self.arguments.ids_to_pop_from_dataset:
             return None
         return collect_function(getattr(self, (overridden or names)[0]), self.arguments.max_sequence_length)
-
-    def prepare_dataset(self, dataset: Any, train: bool) -> Any:
-        """Convert a dataset to the samples that batches are collated from."""
-        return dataset
 
     def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput:
         """Data loaders: a training batch holds a whole optimizer step."""
@@ -436,24 +389,15 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
             DynamicBatchStep(lambda _: evaluate, mesh, shardings, per_device=sizes.per_device, train=False),
         )
 
+    @property
+    def _has_step_totals(self) -> bool:
+        return self._overrides("step_totals")
+
     def jit_step(self, step: Callable[..., Any], shardings: Any, train: bool) -> JittedStep:
         """A step that masks padding rows, jitted on the mesh."""
         return JittedStep(step, self.mesh, shardings, train=train)
 
-    # -- hooks -----------------------------------------------------------------------------------------------------
-
-    def on_step_start(self, state: Any, *args: Any, **kwargs: Any) -> Any:
-        """Called before a step with the number of completed steps. May return a state to train from instead."""
-
-    def on_step_end(self, state: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Called after a step with the number of completed steps. May return a state, or (state, metrics).
-
-        The metrics are device scalars; reading one waits for the step. Do not keep the state: the next step donates its
-        buffers.
-        """
-
-    def on_log(self, metrics: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        """Called when metrics are logged, with the number of completed steps. May return the metrics to log instead."""
+    # -- events ------------------------------------------------------------------------------------------------------
 
     def _overrides(self, name: str) -> bool:
         return getattr(type(self), name) is not getattr(BaseTrainer, name)
@@ -468,10 +412,6 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
                 metrics.update(changed)
 
         return {Event.LOG: log} if self._overrides("on_log") else {}
-
-    def evaluation_records(self) -> dict[str, dict[str, Any]]:
-        """What to write to ``records.jsonl`` about the latest evaluation besides its metrics, by kind."""
-        return {}
 
     # -- train, evaluate, save -------------------------------------------------------------------------------------
 
@@ -528,62 +468,15 @@ class BaseTrainer(JaxTrainerApi, BaseTrainerProtocol):
         """Write the weights with the model's own `save_pretrained`, or by parameter path. Returns the file names."""
         return write_weights(folder, state)
 
-    def save_tokenizer(self, folder: Path) -> list[str]:
-        """Write the tokenizer of a language model. Returns the file names."""
-        return []
-
     def save_assets(self, folder: Path) -> list[str]:
         """Write the files that belong next to the state of a checkpoint. Returns their names."""
         self.arguments.save(folder / FILE_NAME)
         return [FILE_NAME, TrainerRecord.of(self).write(folder)]
 
-    # -- to be built again from a checkpoint; see `recorded` -----------------------------------------------------------
-
-    def recorded_options(self) -> dict[str, Any]:
-        """Arguments of the constructor that a checkpoint records, besides arguments, model, data and callbacks."""
-        return {} if self.data_collator is None else {"data_collator": self.data_collator}
-
-    def learned(self) -> dict[str, Any]:
-        """What the trainer learned from the training data, as JSON values."""
-        return {}
-
-    def use_learned(self, record: TrainerRecord) -> None:
-        """Take up what `learned` returned when the checkpoint was written."""
-
-    def check_learned(self, learned: dict[str, Any]) -> None:
-        """Raise if a run that learned this cannot be resumed with the training data of this trainer."""
-
-    @classmethod
-    def options_to_evaluate(cls, record: TrainerRecord, arguments: TrainingArguments) -> dict[str, Any]:
-        """Further arguments of the constructor that evaluating a checkpoint needs."""
-        return {}
-
-    def predicted_columns(self, data: Any, batch_size: int | None = None, **options: Any) -> Iterator[dict[str, Any]]:
-        """Predictions for data, a batch at a time: columns with one item per sample, with its `index` and `id`."""
-        do = "Trainers of classifiers, reward models and language models do; call the model of this one yourself."
-        raise BadArgument(expected("a trainer that predicts", type(self).__name__, do))
-
-    @property
-    def model(self) -> Any:
-        """The module with the current weights; before there is a state, the `model` argument."""
-        is_built = self._model is None and "_run" in self.__dict__
-        return self.model_state.model if is_built else self._model
-
-    @model.setter
-    def model(self, model: Any) -> None:
-        self._model = model
-
-    @property
-    def model_state(self) -> Any:
-        """The state that is trained."""
-        return self._run.backend.state
-
-    _model_state = model_state  # its name in EasyDeL
-
-    @property
-    def param_dtype(self) -> Any:
-        """The dtype of the stored weights."""
-        return resolve_dtype(self.arguments.param_dtype)
+    def no_options(self, options: Mapping[str, Any]) -> None:
+        """Raise for options of predictions that are no generated texts."""
+        if options:
+            raise BadArgument(expected(f"no options for {type(self).__name__}", ", ".join(options), "Leave them out."))
 
 
 def _one_of(name: str, value: Any, other: str, second: Any) -> Any:

@@ -180,8 +180,7 @@ class ImageClassificationTrainer(BaseTrainer):
 
         `data` is what the trainer is trained on, with or without labels: also a folder of images, or one image.
         """
-        if options:
-            raise BadArgument(expected(f"no options for {type(self).__name__}", ", ".join(options)))
+        self.no_options(options)
         samples = _unlabelled(data, self._file_shape)
         ids, rows = getattr(samples, "ids", None) or range(len(samples)), batch_size or self.evaluation_batch_size
         check_count("batch_size", rows)

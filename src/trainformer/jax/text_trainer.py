@@ -451,11 +451,6 @@ class TextTrainer(BaseTrainer):
         size = batch_size or self.evaluation_batch_size
         yield from generated_columns(self, data, size, max_new_tokens=max_new_tokens, **options)
 
-    def no_options(self, options: Mapping[str, Any]) -> None:
-        """Raise for options of predictions that are no generated texts."""
-        if options:
-            raise BadArgument(expected(f"no options for {type(self).__name__}", ", ".join(options), "Leave them out."))
-
     def save_tokenizer(self, folder: Path) -> list[str]:
         with new_files(folder) as written:
             if hasattr(self.text, "save_pretrained"):
