@@ -74,7 +74,7 @@ def config_of(components: Sequence[Component], values: Mapping[str, Mapping[str,
     if made.ema is not None:
         average = Call("factory", "trainformer.callbacks:EMA", kwargs=Config({"decay": made.ema}))
         keywords["callbacks"] = [*(keywords.get("callbacks") or ()), average]
-    # A model of None stands for a small one, and is said.
+    # model=None means a small model: it stays in the recipe.
     kept = {name: value for name, value in keywords.items() if value is not None or name == "model"}
     return Config({"trainer": Call("singleton", f"trainformer.jax:{made.trainer}", kwargs=Config(kept))})
 

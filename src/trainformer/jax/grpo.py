@@ -177,7 +177,7 @@ class GRPOTrainer(TextTrainer):
         return PromptEncoder(self.text, tool_schemas(self.tools) if self.tools else None)
 
     def recorded_options(self) -> dict[str, Any]:
-        """Code that gives rewards is not read from a file, nor is its name."""
+        """Rewards, tools and environment are code: a checkpoint records their types only."""
         given = {"reward_funcs": self._scorer, "tools": self.tools or None, "environment": self._environment}
         own = {name: value for name, value in given.items() if value is not None}
         return {**super().recorded_options(), **own}

@@ -72,7 +72,7 @@ class ReferenceTrainer(TextTrainer):
 
     @abstractmethod
     def answer_log_probs(self, model: Any, batch: Mapping[str, Any]) -> jax.Array:
-        """What the reference is asked about a batch: log probabilities (rows, columns)."""
+        """Log probabilities of the answers of a batch (rows, columns), as the reference computes them, too."""
 
     def with_reference(self, data: Any, kind: type) -> Any:
         """The tokenised data, to be scored once there is a model, if the loss needs that."""

@@ -180,8 +180,8 @@ class Seq2SeqTrainer(TextTrainer):
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not texts or any(not isinstance(text, str) or not text for text in texts):
             raise BadArgument(expected("sources of at least one character", prompts))
-        written = self._written(self._pairs_encoder().sources(texts), max_new_tokens)
-        return written[0] if isinstance(prompts, str) else written
+        found = self._generate_rows(self._pairs_encoder().sources(texts), max_new_tokens)
+        return found[0] if isinstance(prompts, str) else found
 
     def predicted_columns(
         self, data: Any, batch_size: int | None = None, *, max_new_tokens: int | None = None, **options: Any
@@ -199,7 +199,7 @@ class Seq2SeqTrainer(TextTrainer):
         for first in range(0, len(rows), size):
             chosen = rows[first : first + size]
             filled = chosen + chosen[-1:] * (size - len(chosen))  # one shape: nothing is compiled again
-            texts = self._written(filled, max_new_tokens, max(map(len, rows)))[: len(chosen)]
+            texts = self._generate_rows(filled, max_new_tokens, max(map(len, rows)))[: len(chosen)]
             index = list(range(first, first + len(chosen)))
             prompts = self.text.batch_decode([row.tolist() for row in chosen], skip_special_tokens=True)
             yield {"index": index, "id": [next(ids) for _ in index], "prompt": prompts, "text": texts}
@@ -209,7 +209,7 @@ class Seq2SeqTrainer(TextTrainer):
             raise BadArgument(expected("a tokenizer (processing_class) to generate with", None))
         return self.pairs
 
-    def _written(self, rows: Sequence[Any], count: int | None, longest: int = 0) -> list[str]:
+    def _generate_rows(self, rows: Sequence[Any], count: int | None, longest: int = 0) -> list[str]:
         """The texts generated for tokens, with room for a source of `longest` tokens."""
         longest = max(longest, *map(len, rows))
         length = self.padded_length(longest, self.arguments.max_source_length, _LENGTH_MULTIPLE)
@@ -218,5 +218,5 @@ class Seq2SeqTrainer(TextTrainer):
         with self.eval_mode():
             count = count or self.arguments.max_target_length
             tokens = np.asarray(self.model_state.model.generate(ids, count, mask))
-        written: list[str] = self.text.batch_decode(tokens, skip_special_tokens=True)
-        return written
+        texts: list[str] = self.text.batch_decode(tokens, skip_special_tokens=True)
+        return texts

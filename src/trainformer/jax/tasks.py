@@ -156,7 +156,7 @@ REFUSED: dict[str, str] = {
     "f_alpha": "Pass f_alpha_divergence_coef to DPOConfig of trainformer.jax.",
     # of image classification
     "pretrained": "A folder or hub name has its weights; for new ones train a module with ImageClassificationTrainer.",
-    "in_chans": "The images say it.",
+    "in_chans": "It is that of the images.",
     "checkpoint": "Pass the folder of a model as backbone.",
     "freeze_backbone": "Pass frozen_parameters to trainformer.jax.TrainingArguments.",
     "topk": "The metrics on JAX are loss and accuracy.",

@@ -26,7 +26,7 @@ class GradientNorms:
         self._parameters: tuple[list[str], Any] = [], None
 
     def record(self, output: Any, names: list[str]) -> None:
-        """Take in the output of a step."""
+        """Keep the norms in the output of a step."""
         self._totals.append(output["grad_norm"])
         self._parameters = names, output[NORMS]
 

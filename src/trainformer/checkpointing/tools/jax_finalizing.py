@@ -116,7 +116,7 @@ def _weights_alone(weights: Mapping[str, np.ndarray], folder: Path) -> dict[str,
 
 
 def _outputs(model: Any) -> np.ndarray:
-    """What a model says to random tokens or to a random image, in float32."""
+    """The outputs of a model for random tokens or for a random image, in float32."""
     random, config = np.random.default_rng(0), model.config
     if hasattr(config, "vocab_size"):
         length = min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)

@@ -62,15 +62,15 @@ class TrainerRecord:
         model: Any = getattr(trainer.model_state, "model", None)
         settings = getattr(model, "lora", None)
         return cls(
-            type(trainer).__name__,
-            type(trainer).__module__,
-            options,
-            opaque,
-            _config_of(model),
-            None if settings is None else dataclasses.asdict(settings),
-            None if settings is None else quantization_of(model),
-            getattr(trainer, "base_folder", None),
-            trainer.learned(),
+            trainer=type(trainer).__name__,
+            module=type(trainer).__module__,
+            options=options,
+            opaque=opaque,
+            config=_config_of(model),
+            lora=None if settings is None else dataclasses.asdict(settings),
+            quantization=None if settings is None else quantization_of(model),
+            base=getattr(trainer, "base_folder", None),
+            learned=trainer.learned(),
         )
 
     def write(self, folder: Path) -> str:
