@@ -25,7 +25,7 @@ class GradientNorms:
         self._parameters: dict[str, Tensor] = {}
 
     def record(self, step: int) -> None:
-        """Take in the gradients of the step after `step` completed ones."""
+        """Keep the norms of the step after `step` completed ones."""
         self._totals.append(self._backend.grad_norm)
         if (step + 1) % self._every:
             return
