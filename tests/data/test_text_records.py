@@ -543,7 +543,7 @@ def test_missing_keys_are_named() -> None:
         StandardRecords([{"prompt": "a", "chosen": "b"}], "preference")
     with pytest.raises(DataError, match=r"The key 'rejected' is missing\. Did you mean 'reject'\?"):
         StandardRecords([{"prompt": "a", "chosen": "b", "reject": "c"}], "preference")
-    with pytest.raises(DataError, match=r"received 'text', with 'text'\. The key 'chosen' and 'rejected' is missing"):
+    with pytest.raises(DataError, match=r"received 'text', with 'text'\. The keys 'chosen' and 'rejected' are missing"):
         StandardRecords([{"text": "a"}], "preference")
     with pytest.raises(DataError, match="They would be of the schema 'preference' with 'rejected', or 'completion'"):
         StandardRecords([{"prompt": "a", "chosen": "b"}])

@@ -571,3 +571,9 @@ def test_dropout_is_off_in_preference_tuning_unless_asked_for():
         )
         first, second = (float(loss(jax.random.key(number))) for number in (1, 2))
         assert (first == second) is disabled
+
+
+def test_args_and_no_model_name():
+    with pytest.raises(BadArgument, match=r"keywords of MeanTrainer, received 'args'\. It is called arguments here"):
+        MeanTrainer(args=arguments(), model=Mlp(nnx.Rngs(0)))
+    assert mlp_trainer(model_name=None, max_steps=1).train().step == 1

@@ -239,10 +239,10 @@ def test_the_losses_of_a_search_are_those_of_a_loop_by_hand():
     np.testing.assert_allclose(finder.losses, found, rtol=1e-5)
 
 
-def search(stop=99, folder="run"):
+def search(stop=99, folder="run", epochs=2):
     """A run whose learning rate is found."""
     made = TrainingArguments(
-        output_dir=folder, save_steps=3, total_batch_size=8, num_train_epochs=2, logging_steps=1, log="none"
+        output_dir=folder, save_steps=3, total_batch_size=8, num_train_epochs=epochs, logging_steps=1, log="none"
     )
     finder = LRFinder(num_steps=12, min_lr=1e-4, max_lr=0.5)
     callbacks, mesh = [finder, CrashAt(at=stop)], mesh_on((1, 1, 1, 1), 1)
@@ -263,6 +263,19 @@ def test_a_suggestion_is_used_and_survives_a_failure():
     assert not again.lrs  # it did not search again
     assert resumed.lr == finder.suggested_lr
     assert are_same(resumed.model_state, whole.model_state)
+
+
+def test_a_longer_run_reports_no_change_of_the_learning_rate(caplog):
+    caplog.set_level(logging.INFO, "trainformer")
+    finder, first = search()
+    first.train()
+    _, longer = search(epochs=3)
+    caplog.clear()
+    longer.train()
+    (changes,) = [message for message in caplog.messages if "different from last time" in message]
+    assert "lr " not in changes
+    config = json.loads((longer.run_folder / "config.json").read_text())
+    assert config["lr"]["value"] == finder.suggested_lr
 
 
 def test_runs_without_a_learning_rate_to_vary_are_refused():

@@ -18,7 +18,7 @@ from trainformer.core.errors import BadArgument, DataError
 from trainformer.data.text.generation import GenerationPrompt
 from trainformer.jax import SFTConfig, SFTTrainer
 from trainformer.models.generation import SamplingOptions
-from trainformer.models.jax import apply_lora, generate
+from trainformer.models.jax import apply_lora, generate, model_from_config
 from trainformer.models.jax.block import Model
 from trainformer.models.jax.decoder import Decoder
 from trainformer.models.jax.generation import _generate, _limits, bucket
@@ -76,6 +76,21 @@ def test_greedy_tokens_and_their_log_probs(pair, name):
     for row, end in enumerate(ends):
         assert furthest(stopped.log_probs[row, :end], scores[row, :end]) <= 1e-5
         assert not stopped.log_probs[row, end:].any()
+
+
+def test_a_text_that_grows_beyond_the_short_frequencies_of_longrope_is_read_again():
+    """All of its tokens have the long frequencies then; rows get there at different steps, or began there."""
+    scaling = {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [4.0, 6.0, 8.0, 10.0]}
+    sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    more = {"model_type": "phi3", "original_max_position_embeddings": 8, "rope_scaling": scaling}
+    model = model_from_config({**sizes, **more, "initializer_range": 0.3})
+    prompts = [list(range(5, 5 + count)) for count in (3, 7, 8, 9)]
+    found = generate(model, prompts, max_new_tokens=10)
+    for prompt, row in zip(prompts, found.tokens.tolist(), strict=True):
+        text = list(prompt)
+        for _ in range(10):
+            text.append(int(logits(model, np.asarray([text]))[0, -1].argmax()))
+        assert row == text[len(prompt) :]
 
 
 def test_log_probs_of_samples_are_those_at_the_temperature(pair):

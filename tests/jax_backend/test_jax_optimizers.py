@@ -270,3 +270,8 @@ def test_equivalent_optimizer_specs():
 def test_invalid_optimizers_are_refused(spec, options, words):
     with pytest.raises(BadArgument, match=words):
         make_optimizer(spec, rate, **options)
+
+
+def test_a_torch_optimizer_is_refused():
+    with pytest.raises(BadArgument, match=r"an optimizer of optax, received 'torch\.optim\.adamw\.AdamW'"):
+        make_optimizer(torch.optim.AdamW, 1e-3)

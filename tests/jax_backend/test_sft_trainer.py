@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from encoder_toys import encoder, t5
 from flax import nnx
 from jax_model_toys import tokens, torch_logits
 from text_trainer_toys import batch_of, devices, furthest_weight, make_folder, pairs, torch_run, trainer_of
@@ -263,3 +264,14 @@ print(sorted(name for name in sys.modules if name.split(".")[0] == "torch"))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.stdout.strip().splitlines()[-1:] == ["[]"], done.stderr[-2000:]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved").config.vocab_size == 320
+
+
+@pytest.mark.parametrize(
+    ("saved", "received"),
+    [(lambda: encoder("bert MaskedLM", vocab_size=320), "Bert"), (lambda: t5(vocab_size=320), "T5")],
+)
+def test_models_that_are_not_causal_are_refused(saved, received, tmp_path):
+    """An encoder sees the tokens that it would have to predict."""
+    saved().save_pretrained(tmp_path / "model")
+    with pytest.raises(BadArgument, match=f"a causal language model for SFTTrainer, received '{received}'"):
+        sft(tmp_path / "model", tmp_path, options={"processing_class": toys.chat_tokenizer()})

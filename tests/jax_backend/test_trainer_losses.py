@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
 from backend_toys import assert_close
 from flax import linen, nnx
 from jax_toys import MeanTrainer, Mlp, arguments, logged, losses, mean_loss, mesh_on, mlp_trainer, samples
@@ -62,6 +63,19 @@ def test_any_other_tuple_is_refused(returned):
             return returned(mean_loss(model, batch))
 
     with pytest.raises(BadArgument, match=r"Loss\(sum, weight, metrics\)|metric 'a' to be a scalar"):
+        mlp_trainer(Own).train()
+
+
+@pytest.mark.parametrize(
+    ("returned", "received"),
+    [(None, "None"), ({"loss": 1.0}, "dict"), (jnp.ones(3), r"array of shape \(3,\)")],
+)
+def test_a_loss_that_is_no_scalar_is_named(returned, received):
+    class Own(MeanTrainer):
+        def compute_loss(self, model, batch, key):
+            return returned
+
+    with pytest.raises(BadArgument, match=rf"the loss to be a scalar, .* received '{received}'\. Take its mean"):
         mlp_trainer(Own).train()
 
 
@@ -141,6 +155,21 @@ def test_linen_modules_are_refused_with_the_bridge_that_works():
     statistics = state.variables["BatchNorm_0"]
     np.testing.assert_allclose(statistics["var"], 0.9 + 0.1 * hidden.var(0), rtol=1e-4)
     assert 0 < trainer.eval()["eval_loss"] < 2
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Mlp, r"received 'the class Mlp'\. Pass a function that builds it: lambda rngs: Mlp\(rngs\)"),
+        ({"weights": np.ones(1000)}, "a model to train, received 'dict'"),
+        (lambda rngs: LinenMlp(), r"received LinenMlp of flax\.linen\. .*ToNNX"),
+        (lambda rngs: None, r"a module of flax\.nnx, received 'None'"),
+        (torch.nn.Linear(2, 2), "received Linear, a torch module"),
+    ],
+)
+def test_other_models_are_refused_by_what_they_are(model, message):
+    with pytest.raises(BadArgument, match=message):
+        mlp_trainer(model=model).train()
 
 
 # -- evaluation and files ------------------------------------------------------------------------------------------

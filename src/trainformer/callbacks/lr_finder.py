@@ -44,6 +44,8 @@ class LRFinder:
 
     def on_train_begin(self, trainer: TrainerLike) -> None:
         """Run the test, unless this run is resumed."""
+        if self.suggested_lr is not None:  # found before the run was resumed
+            self._record_config(trainer)
         if self.suggested_lr is not None or trainer.state.step > 0:
             return
         if hasattr(getattr(trainer, "task", None), "configure_optimizers"):
@@ -59,14 +61,18 @@ class LRFinder:
         if self.suggested_lr is None:
             logger.warning("LRFinder: the loss never fell; lr stays at %g", trainer.lr)
             return
-        trainer.context.config.set_derived("suggested_lr", self.suggested_lr, ("lr_finder",))
+        self._record_config(trainer)
         if trainer.was_set("lr"):
             logger.info("LRFinder: suggests lr=%.2e; keeping your lr=%.2e", self.suggested_lr, trainer.lr)
         else:
             logger.info("LRFinder: lr=%.2e", self.suggested_lr)
             trainer.lr = self.suggested_lr
-            trainer.context.config.set_derived("lr", self.suggested_lr, ("suggested_lr",))
             trainer.active_scheduler.rescale(self.suggested_lr)
+
+    def _record_config(self, trainer: TrainerLike) -> None:
+        trainer.context.config.set_derived("suggested_lr", self.suggested_lr, ("lr_finder",))
+        if not trainer.was_set("lr"):
+            trainer.context.config.set_derived("lr", self.suggested_lr, ("suggested_lr",))
 
     def _sweep(self, trainer: TrainerLike) -> None:
         ratio = (self.max_lr / self.min_lr) ** (1 / (self.num_steps - 1))

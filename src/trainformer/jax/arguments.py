@@ -385,7 +385,7 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
             "sharding_array": self.sharding_array,
             "num_workers": self.dataloader_num_workers,
             "project": self.project,
-            "name": self.run_name or "-".join(filter(None, (self.trainer_prefix, self.model_name))),
+            "name": self.run_name or "-".join(filter(None, (self.trainer_prefix, self.model_name))) or None,
             "save_every": _cadence(self.save_strategy, self.save_steps),
             "save_best": save_best,
             "save_last": self.save_total_limit or _ALL,

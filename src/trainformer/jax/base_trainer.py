@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 from flax import nnx
@@ -49,6 +49,7 @@ from trainformer.jax.validation import (
     as_source,
     cast_parameters,
     check_eval_arguments,
+    check_module,
     check_state,
     checked_hook,
     collect,
@@ -58,7 +59,7 @@ from trainformer.jax.validation import (
     mixture_sources,
     monitored_metric,
     prepared,
-    refuse_linen,
+    refuse_other_modules,
     stacked,
     state_on_mesh,
     warn_unused_optimizer_arguments,
@@ -104,6 +105,12 @@ class BaseTrainer(TrainerHooks, JaxTrainerApi, BaseTrainerProtocol):
     #: Whether the loss ignores rows for which ``batch["_valid"]`` is False. If so, a smaller last batch is padded with
     #: such rows; if not, the step is compiled once more for its size.
     masks_padding = False
+
+    def __new__(cls, *positional: Any, **keywords: Any) -> Self:
+        """Refuse `args=` by its name here, before Python reports that `arguments` is missing."""
+        if "args" in keywords and not positional and "arguments" not in keywords:
+            refuse_unknown_keywords(cls, ["args"])
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -307,6 +314,7 @@ class BaseTrainer(TrainerHooks, JaxTrainerApi, BaseTrainerProtocol):
         key, frozen = jax.random.key(arguments.seed), self.frozen_patterns()
 
         def prepare(module: nnx.Module) -> nnx.Module:
+            check_module(module)
             return cast_parameters(self.prepare_model(module), arguments)
 
         state = make_sharded(model, prepare, tx, key, self.mesh, frozen=frozen)
@@ -316,11 +324,17 @@ class BaseTrainer(TrainerHooks, JaxTrainerApi, BaseTrainerProtocol):
         """A module, or a function that builds one, from the `model` argument."""
         if isinstance(model, (str, Path)):
             return self.read_folder(model)
-        refuse_linen(model)
+        refuse_other_modules(model)
         if isinstance(model, nnx.Module) or (callable(model) and not isinstance(model, type)):
             return model
         do = "Pass a module, a function of nnx.Rngs that builds one, or a folder; or override configure_model."
-        raise BadArgument(expected("a model to train", "nothing" if model is None else repr(model), do))
+        kind = "nothing" if model is None else type(model).__name__
+        if isinstance(model, type):
+            kind, do = (
+                f"the class {model.__name__}",
+                f"Pass a function that builds it: lambda rngs: {model.__name__}(rngs).",
+            )
+        raise BadArgument(expected("a model to train", kind, do))
 
     def read_folder(self, folder: str | Path, **options: Any) -> nnx.Module:
         """The model of a folder with its weights on the host, so that each device receives its own shard only."""

@@ -37,12 +37,14 @@ from trainformer.jax.router_loss import SCOPES, RouterLoss, router_rows, summari
 from trainformer.jax.saving import new_files, save_trainer
 from trainformer.jax.trainer_protocol import TrainerConfigureFunctionOutput
 from trainformer.losses.jax.tokens import IGNORE_INDEX, RowSums, row_sums, token_loss
+from trainformer.models.jax.bert import Bert
 from trainformer.models.jax.block import RouterProbe
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
 from trainformer.models.jax.families.family import family_of
 from trainformer.models.jax.huggingface import check_family
 from trainformer.models.jax.lora import apply_lora, load_lora, merge_lora, quantize_frozen, save_lora
 from trainformer.models.jax.quantization import check_quantization
+from trainformer.models.jax.t5 import T5
 
 _DEFAULT_LENGTH = 2048  # tokens, unless the user or the model asks for fewer
 _LENGTH_MULTIPLE = 64  # batch lengths are rounded up to it, to suit the hardware
@@ -144,6 +146,8 @@ class TextTrainer(BaseTrainer):
     arguments_type: ClassVar[type[TextArguments]] = TextArguments
     #: The classes that the model must be one of (empty: any), and those that support packing.
     model_types: ClassVar[tuple[type, ...]] = ()
+    #: Models that see later tokens, or need a second input: the loss of next tokens does not apply to them.
+    not_causal: ClassVar[tuple[type, ...]] = (Bert, T5)
     packable: ClassVar[tuple[type, ...]] = (Decoder,)
     arguments: Any
     #: Whether `compute_loss` adds the router losses of a mixture of experts; if not, their arguments are refused.
@@ -195,6 +199,9 @@ class TextTrainer(BaseTrainer):
             names = " or ".join(kind.__name__ for kind in self.model_types)
             do = "Pass its folder, or a configuration."
             raise BadArgument(expected(f"a {names} of trainformer.models.jax", type(shape).__name__, do))
+        if not self.model_types and isinstance(shape, self.not_causal):
+            do = "Encoders train with MaskedLMTrainer and SequenceClassificationTrainer, T5 with Seq2SeqTrainer."
+            raise BadArgument(expected(f"a causal language model for {type(self).__name__}", type(shape).__name__, do))
         config = getattr(shape, "config", None)
         self.model_config: Any = config
         self._is_decoder = isinstance(shape, Decoder)

@@ -40,6 +40,8 @@ class Trainer(TextTrainer):
     3.0
     """
 
+    not_causal = ()  # a model may compute its own loss
+
     def _inspect_model(self, model: Any) -> None:
         super()._inspect_model(model)
         self.masks_padding = self._is_decoder

@@ -157,8 +157,19 @@ def check_eval_arguments(arguments: TrainingArguments) -> None:
         logger.warning("evaluation_strategy=%r without evaluation data: pass dataset_eval", strategy)
 
 
-def refuse_linen(model: Any) -> None:
-    """Raise for a module of flax.linen, bare or wrapped, that has no parameters, as it has seen no input yet."""
+def check_module(model: Any) -> None:
+    """Raise if what a function of the user built is not a module of flax.nnx with parameters."""
+    refuse_other_modules(model)
+    if not isinstance(model, nnx.Module):
+        do = "Return the module from the function passed as model."
+        raise BadArgument(expected("a module of flax.nnx", "None" if model is None else type(model).__name__, do))
+
+
+def refuse_other_modules(model: Any) -> None:
+    """Raise for a torch module, or a module of flax.linen, bare or wrapped, that has seen no input yet."""
+    if any(base.__module__.partition(".")[0] == "torch" for base in type(model).__mro__):
+        do = "Train it with trainformer.Trainer, or pass the folder of a supported HuggingFace model."
+        raise BadArgument(f"Expected a module of flax.nnx, received {type(model).__name__}, a torch module. {do}")
     wrapped = isinstance(model, nnx.bridge.ToNNX)
     if isinstance(model, linen.Module) or (wrapped and not jax.tree.leaves(nnx.state(model, nnx.Param))):
         name = type(model.to_nnx__module if wrapped else model).__name__

@@ -116,7 +116,10 @@ def differences(run: Run, folder: Path, manifest: Manifest) -> list[str]:
     for name, entry in now.items():
         old, new = before.get(name, entry)["value"], entry["value"]
         # What follows from other settings, and where files are, would repeat or tell nothing.
+        # What the run found itself before, such as the learning rate of LRFinder, is restored and no different now.
+        is_found = entry["source"] == "default" and before.get(name, entry).get("source") == "derived"
         told = entry["source"] != "derived" and name not in _PLACES and _is_plain(run.context.config.get(name))
+        told = told and not is_found
         if told and old != new and find_mask(old) is None:
             found.append(f"{name} {old!r} -> {new!r}")
     if manifest.world_size != run.process_group.world_size:

@@ -191,6 +191,9 @@ def make_optimizer(
         make, options = OPTIMIZERS[name], _check_options(name, options)
         decay = optax.add_decayed_weights(weight_decay, mask) if weight_decay else optax.identity()
         return in_float32(optax.chain(*make(learning_rate, decay, **options)))
+    if isinstance(spec, type) and spec.__module__.startswith("torch."):
+        do = f"Pass its name, for instance {sorted(OPTIMIZERS)[0]!r}, or a factory such as optax.adamw."
+        raise BadArgument(expected("an optimizer of optax", f"{spec.__module__}.{spec.__qualname__}", do))
     if callable(spec):
         takes = inspect.signature(spec).parameters
         ours = {key: value for key, value in (("weight_decay", weight_decay), ("mask", mask)) if key in takes}

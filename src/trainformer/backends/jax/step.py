@@ -278,7 +278,8 @@ def _sums(output: Any, batch: Any) -> dict[str, Any]:
     else:
         total, weight = output * rows if _is_scalar(output) else output, rows
     if not _is_scalar(total) or not _is_scalar(weight):
-        shapes = [getattr(value, "shape", type(value).__name__) for value in (total, weight)]
+        parts = (total, weight) if isinstance(output, (Loss, Mean)) else (output,)
+        shapes = " and ".join("None" if part is None else _kind(part) for part in parts)
         what = "the loss to be a scalar, or a Loss(sum, weight) of scalars"
         raise BadArgument(expected(what, shapes, "Take its mean or sum."))
     pairs = {name: _pair(name, value, rows) for name, value in metrics.items()}
@@ -289,7 +290,7 @@ def _mean_and_metrics(output: tuple[Any, ...]) -> tuple[Any, Mapping[str, Any]]:
     """The mean and the metrics of a loss function that returns ``(loss, aux)``, as `jax.value_and_grad` expects it."""
     if len(output) == 2 and _is_scalar(output[0]) and isinstance(output[1], Mapping):
         return output[0], output[1]
-    kinds = tuple(f"array of shape {part.shape}" if hasattr(part, "shape") else type(part).__name__ for part in output)
+    kinds = tuple(map(_kind, output))
     do = "Return Loss(sum, weight, metrics) from trainformer.core for a loss with another weight than the rows."
     raise BadArgument(expected("the loss to be a scalar, or a scalar and a dict of scalars to log", kinds, do))
 
@@ -303,6 +304,10 @@ def _pair(name: str, value: Any, rows: Any) -> tuple[Any, Any]:
         shape = getattr(total, "shape", type(total).__name__)
         raise BadArgument(expected(f"metric {name!r} to be a scalar or a (sum, weight) pair", shape))
     return jax.lax.stop_gradient(_float32(total)), jax.lax.stop_gradient(_float32(weight))
+
+
+def _kind(value: Any) -> str:
+    return f"array of shape {value.shape}" if hasattr(value, "shape") else type(value).__name__
 
 
 def _is_scalar(value: Any) -> bool:

@@ -168,7 +168,8 @@ def read_labels(
         names = known
     size = size if names is None else len(names)
     if not seen.total and names is None and count is None:
-        raise DataError(expected("labels in the training data", "none"))
+        do = "Give each record a 'label'."
+        raise DataError(expected("records with labels in the training data", "none", do))
     labels = Labels(problem, size, None if names is None else tuple(names), multi_hot)
     return replace(labels, counts=_class_counts(labels, seen))
 

@@ -205,7 +205,8 @@ def _other_schema(record: Any, schema: str, received: str) -> str:
     """What is wrong with records of another schema than the wanted one."""
     keys = list(map(str, record)) if isinstance(record, Mapping) else []
     missing = missing_keys(record, schema)
-    gap = f"The key {' and '.join(map(repr, missing))} is missing." if missing else ""
+    names = " and ".join(map(repr, missing))
+    gap = f"The keys {names} are missing." if len(missing) > 1 else f"The key {names} is missing." if missing else ""
     close = " ".join(filter(None, (did_you_mean(key, keys) for key in missing)))
     shown = ", ".join(map(repr, keys)) or "no keys"
     parts = f"Expected records of the schema '{schema}', received {received}, with {shown}.", gap

@@ -8,6 +8,7 @@ change what is generated for a prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -223,8 +224,13 @@ def _generate(
         # Rows that have ended stay at a position that exists.
         position = jnp.where(loop.done, 0, prompt_lengths + loop.step - 1)
         states = model.hidden_states(last, position_ids=position[:, None], cache=loop.cache)
+        if switches:
+            switched = ~loop.done & jnp.isin(position, jnp.asarray(switches))
+            states, keys, values = _reread(model, ids, mask, loop, states, switched)
+            loop = loop._replace(cache=replace(loop.cache, keys=keys, values=values))
         return sample(loop, states)
 
+    switches = [rope.original_positions for rope in model.config.ropes if rope.kind == "longrope"]
     cache = KVCache.empty(model.config, rows, width + count, model.embed_tokens.embedding[...].dtype)
     states = model.hidden_states(ids, mask, cache=cache)
     no, none = jnp.zeros(rows, bool), jnp.zeros(rows, jnp.int32)
@@ -236,6 +242,33 @@ def _generate(
     loop = _Loop(jnp.int32(0), inputs["limits"] <= 0, no, none, tokens, zeros, seen, cache)
     loop = jax.lax.while_loop(lambda loop: ~loop.done.all(), advance, sample(loop, states))
     return tuple(_replicated(x) for x in (loop.tokens, loop.lengths, loop.finished, loop.log_probs))
+
+
+def _reread(
+    model: Decoder, ids: jax.Array, mask: jax.Array, loop: _Loop, states: jax.Array, switched: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Hidden states of the last token, keys and values, where `switched` rows are read again from their beginning.
+
+    With longrope, all tokens of a text have other frequencies once it is longer than `original_positions`. As in
+    transformers, its tokens so far are read once more then.
+    """
+    cache = loop.cache
+    (rows, width), count = ids.shape, loop.tokens.shape[1]
+
+    def read() -> tuple[jax.Array, jax.Array, jax.Array]:
+        fresh = KVCache.empty(model.config, rows, width + count, cache.keys.dtype)
+        written = jnp.broadcast_to(jnp.arange(count) < loop.step, (rows, count)).astype(mask.dtype)
+        texts, kept = jnp.concatenate([ids, loop.tokens], axis=1), jnp.concatenate([mask, written], axis=1)
+        found = model.hidden_states(texts, kept, cache=fresh)
+        last = jax.lax.dynamic_slice_in_dim(found, width + loop.step - 1, 1, axis=1)
+        chosen = switched[None, :, None, None, None]
+        return (
+            jnp.where(switched[:, None, None], last, states),
+            jnp.where(chosen, fresh.keys, cache.keys),
+            jnp.where(chosen, fresh.values, cache.values),
+        )
+
+    return jax.lax.cond(switched.any(), read, lambda: (states, cache.keys, cache.values))
 
 
 def _replicated(x: jax.Array) -> jax.Array:
