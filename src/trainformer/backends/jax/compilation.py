@@ -107,12 +107,10 @@ class JittedStep:
     def _loop_for(self, batch: Any, limit: int) -> Any:
         key = self._program_of(batch), limit
         if key not in self._loops:
-            spec = (
-                PartitionSpec(None, *batch_sharding(self.mesh).spec) if _is_even(batch, self.mesh) else PartitionSpec()
-            )
+            axes = (None, *batch_sharding(self.mesh).spec) if _is_even(batch, self.mesh) else ()
             traced = self.loop_compilations.count_traces(_loop(self.pure(batch), limit))
             count = NamedSharding(self.mesh, PartitionSpec())
-            sharding = NamedSharding(self.mesh, spec)
+            sharding = NamedSharding(self.mesh, PartitionSpec(*axes))
             self._loops[key] = self._jit(traced, sharding, count), sharding
         return self._loops[key]
 
