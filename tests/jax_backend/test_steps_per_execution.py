@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -88,7 +89,7 @@ def test_results_do_not_depend_on_the_grouping(mesh, accumulation):
     assert_same(found, expected, rtol=1e-5, atol=1e-6)
     assert losses(three) == pytest.approx(losses(single), rel=1e-5)
     assert logged(three, "train/grad_norm") == pytest.approx(logged(single, "train/grad_norm"), rel=1e-4)
-    assert eight.train_step_fn.compilations.count == 2  # 12 rows and one row
+    assert eight.train_step_fn.loop_compilations.count == 2  # 12 rows and one row
     assert float(eight.grad_norm) == pytest.approx(float(single.grad_norm), rel=1e-4)
 
 
@@ -197,6 +198,59 @@ def test_what_needs_single_steps_is_refused(kind, received):
 def test_other_values_are_refused(value):
     with pytest.raises(BadArgument, match="steps_per_execution to be an integer of at least 1"):
         SFTConfig(steps_per_execution=value)
+
+
+def test_finite_flags_that_are_read_without_a_log_record():
+    """That happens every 512 steps, here while two of them wait."""
+    options = {"max_steps": 520, "logging_steps": 1000}
+    assert_same(trained(10, **options)[1], trained(1, **options)[1], rtol=1e-5, atol=1e-6)
+
+
+class ReadsInAThread(Callback):
+    def __init__(self):
+        self.found = []
+        self.executor = ThreadPoolExecutor(1)
+
+    def on_step_end(self, trainer, step, loss):
+        if step % 3 == 0:
+            self.found.append(self.executor.submit(float, loss))
+
+
+def test_losses_may_be_read_in_another_thread():
+    single, together = ReadsInAThread(), ReadsInAThread()
+    _, expected = trained(1, callbacks=[single], max_steps=300, logging_steps=100)
+    _, found = trained(10, callbacks=[together], max_steps=300, logging_steps=100)
+    assert_same(found, expected, rtol=1e-5, atol=1e-6)
+    losses = [[future.result() for future in callback.found] for callback in (single, together)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+class ScaledTrainer(MeanTrainer):
+    def compute_loss(self, model, batch, key):
+        return super().compute_loss(model, batch, key) * batch["scale"]
+
+
+@pytest.mark.parametrize("together", [1, 4])
+@pytest.mark.parametrize("convert", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_batches_with_scalars_and_device_arrays(together, convert):
+    def collate(rows):
+        columns = {name: np.stack([row[name] for row in rows]) for name in ("x", "y")}
+        return {name: convert(column) for name, column in {**columns, "scale": np.float64(len(rows) / 8)}.items()}
+
+    rows = [dict(zip("xy", row, strict=True)) for row in zip(*[samples(29)[name] for name in "xy"], strict=True)]
+    options = {"data": rows, "num_train_epochs": 3, "data_collator": collate, "gradient_accumulation_steps": 2}
+    _, found = trained(together, ScaledTrainer, mesh=mesh_on((1, 4, 1, 1)), **options)
+    _, expected = trained(1, ScaledTrainer, **options)
+    assert_same(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_check_is_no_recompilation(caplog):
+    trainer = mlp_trainer(steps_per_execution=4)
+    trainer.check()
+    trainer.train()
+    assert "Recompiling" not in caplog.text
+    assert set(logged(trainer, "train/recompilations")) == {0}
 
 
 # -- scalars of steps that wait --------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ nothing, and a step is one asynchronous call. Values are read at log points only
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -80,6 +81,7 @@ class JaxBackend:
         self._on_start, self._on_end = on_start, on_end
         self._guards = isinstance(train_step, JittedStep)  # our own step skips non-finite updates
         self._queue: StepQueue | None = None
+        self._lock = threading.RLock()  # of the queue: a callback's thread may read the loss
         if steps_per_execution > 1:
             self._queue = StepQueue(train_step, steps_per_execution, self._execute_steps)  # type: ignore[arg-type]
         # A step that masks padding rows (`_valid`) has one batch size; any other receives batches as they are.
@@ -103,8 +105,9 @@ class JaxBackend:
         self._state = state
 
     def _execute_steps(self) -> None:
-        if self._queue:
-            self._state = self._queue.run(self._state)
+        if self._queue is not None:
+            with self._lock:
+                self._state = self._queue.run(self._state)
 
     @property
     def grad_norm(self) -> Any:
@@ -161,10 +164,10 @@ class JaxBackend:
         batch = self.batch
         assert batch is not None
         if self._queue is not None:
-            output: Mapping[str, Any] = self._queue.add(batch.data)
-            state = self._state
+            with self._lock:
+                output: Mapping[str, Any] = self._queue.add(batch.data)
         else:
-            state, output = self._run_step(self._state, batch.data, step)
+            self._state, output = self._run_step(self._state, batch.data, step)
         entries = self._entries(output, batch.size, step)
         for norms in self._gradient_norms:
             norms.record(output, self._parameter_names)
@@ -173,8 +176,7 @@ class JaxBackend:
             counts = np.bincount(numbers, minlength=len(names)).tolist()
             entries += [Entry(f"share/{n}", count, batch.size, False) for n, count in zip(names, counts, strict=True)]
         if self._on_end is not None:
-            state, entries = self._call_end_hook(self._on_end, state, output, step, entries)
-        self._state = state
+            self._state, entries = self._call_end_hook(self._on_end, self._state, output, step, entries)
         schedule = self.learning_rate
         return StepResult(
             entries,
@@ -282,7 +284,8 @@ class JaxBackend:
         """Raise for a non-finite step, or count the skipped ones. Returns the counters to log."""
         self._check_finite()
         counts: dict[str, float] = {"skipped_steps": self.skipped_steps} if self.skipped_steps else {}
-        compilations = getattr(self._train_step, "compilations", None)
+        name = "compilations" if self._queue is None else "loop_compilations"
+        compilations = getattr(self._train_step, name, None)
         if compilations is not None:
             counts["recompilations"] = max(0, compilations.count - 1)
         return counts

@@ -30,6 +30,8 @@ _MAX_CHANGES = 4  # that one warning lists
 class JittedStep:
     """A jitted step on a mesh. Counts its compilations (`compilations.count`) and warns about recompilations.
 
+    Those of loops (`run_loop`) are counted on their own, in `loop_compilations`.
+
     A train step donates its input state: use only the state that it returns. `constants` are arrays that are no part
     of the state, such as a frozen model: the step receives them as a third argument.
     """
@@ -49,6 +51,7 @@ class JittedStep:
         self.mesh = mesh
         self.constants = () if constants is None else (constants,)
         self.compilations = Compilations(name or ("train step" if train else "eval step"))
+        self.loop_compilations = Compilations(self.compilations.name)
         self._train = train
         self._step = step
         self._options: dict[str, Any] = {}
@@ -96,19 +99,19 @@ class JittedStep:
         `output` has the packed metrics (and gradient norms) of all steps, stacked, and the names of the metrics.
         """
         self._follow(state)
-        function = self._loop_for(batches[0], limit)
-        stacked = {name: _stack([batch[name] for batch in batches], limit) for name in batches[0]}
+        function, sharding = self._loop_for(batches[0], limit)
+        stacked = {name: _stack([batch[name] for batch in batches], limit, sharding) for name in batches[0]}
         with jax.set_mesh(self.mesh):
             return function(state, stacked, np.int32(len(batches)), *self.constants)
 
     def _loop_for(self, batch: Any, limit: int) -> Any:
         key = self._program_of(batch), limit
         if key not in self._loops:
-            is_even = _rows(batch) % data_shards(self.mesh) == 0
-            spec = PartitionSpec(None, *batch_sharding(self.mesh).spec) if is_even else PartitionSpec()
-            traced = self.compilations.count_traces(_loop(self.pure(batch), limit))
+            axes = (None, *batch_sharding(self.mesh).spec) if _is_even(batch, self.mesh) else ()
+            traced = self.loop_compilations.count_traces(_loop(self.pure(batch), limit))
             count = NamedSharding(self.mesh, PartitionSpec())
-            self._loops[key] = self._jit(traced, NamedSharding(self.mesh, spec), count)
+            sharding = NamedSharding(self.mesh, PartitionSpec(*axes))
+            self._loops[key] = self._jit(traced, sharding, count), sharding
         return self._loops[key]
 
     def _program_of(self, batch: Any) -> Any:
@@ -177,7 +180,7 @@ class DynamicBatchStep(JittedStep):
         rows = _rows(batch)
         if rows not in self._by_rows:
             step, sharding = self.pure(batch), batch_sharding(self.mesh)
-            if rows % data_shards(self.mesh):  # arguments of a jitted function must divide evenly, but not arrays in it
+            if not _is_even(batch, self.mesh):  # arguments of a jitted function must be, but not arrays in it
                 step, sharding = _shard_rows(step), NamedSharding(self.mesh, PartitionSpec())
             # A smaller last batch is expected: without one the evaluation data would have to be cut.
             traced = self.compilations.count_traces(step, is_expected=not self._train)
@@ -215,11 +218,12 @@ def _loop(step: Callable[..., Any], limit: int) -> Callable[..., Any]:
     return steps
 
 
-def _stack(arrays: Sequence[Any], limit: int) -> Any:
+def _stack(arrays: Sequence[Any], limit: int, sharding: NamedSharding) -> Any:
     """Arrays of one shape, stacked to `limit` rows. Those beyond the arrays have any content."""
     if not all(isinstance(array, np.ndarray) for array in arrays):
-        return jnp.stack([*arrays, *[arrays[-1]] * (limit - len(arrays))])
-    stacked = np.empty((limit, *arrays[0].shape), arrays[0].dtype)
+        return jax.device_put(jnp.stack([*arrays, *[arrays[-1]] * (limit - len(arrays))]), sharding)
+    # In the dtype on the devices: a conversion of any content might overflow, which NumPy warns about.
+    stacked = np.empty((limit, *arrays[0].shape), jax.dtypes.canonicalize_dtype(arrays[0].dtype))
     for number, array in enumerate(arrays):
         stacked[number] = array
     return stacked
@@ -228,6 +232,11 @@ def _stack(arrays: Sequence[Any], limit: int) -> Any:
 def _rows(batch: Any) -> int:
     leaves = batch.values() if type(batch) is dict else jax.tree.leaves(batch)
     return next(leaf.shape[0] for leaf in leaves if leaf.ndim)
+
+
+def _is_even(batch: Any, mesh: Mesh) -> bool:
+    """Whether each array of a batch has rows that divide evenly over the data shards."""
+    return _rows(batch) % data_shards(mesh) == 0 and all(leaf.ndim for leaf in jax.tree.leaves(batch))
 
 
 def _with_options(step: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
