@@ -118,7 +118,7 @@ def _reader(
         raise DataError(_mismatch(weights.folder, missing, extra))
     new = [names[path][0] for path in new_head if names[path][0] not in weights]
     if new:
-        logger.warning("%s has no %s: training begins with new weights there", weights.folder, ", ".join(new))
+        logger.warning("%s has no %s: newly initialized", weights.folder, ", ".join(new))
 
     def read(path: str, variable: Any) -> np.ndarray | None:
         weight, shape = table[path], variable.shape
