@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import logging
+import re
 from pathlib import Path
 
 import jax
@@ -521,6 +522,19 @@ def test_texts_are_generated_with_the_average(tmp_path):
     assert averaged.generate(["one two", "three"], max_new_tokens=3) == with_average
     with pytest.raises(BadArgument, match=r"TextSamples do not fit SFTTrainer.generate.*sampling, received 'beams'"):
         trainer.add_callback(TextSamples(["a"], options={"beams": 2}))
+
+
+@pytest.mark.parametrize(
+    ("data", "warning"),
+    [
+        (None, "OnlineKNN does nothing: .*no validation data"),
+        (samples(8), "OnlineKNN has done nothing: .*there was none"),
+    ],
+)
+def test_a_callback_that_waits_for_evaluations_says_that_there_are_none(data, warning, caplog):
+    mlp_trainer(callbacks=[OnlineKNN(k=2)], dataset_eval=data).train()
+    (record,) = [record for record in caplog.records if record.name == "trainformer" and record.levelname == "WARNING"]
+    assert re.match(warning, record.getMessage())
 
 
 def test_text_samples_need_a_trainer_that_generates():

@@ -369,6 +369,14 @@ class EveryNthEvaluation:
     every: int
     _evaluations = 0
 
+    def on_train_begin(self, trainer: TrainerLike) -> None:
+        if trainer.val_dataloader is None:
+            logger.warning("%s does nothing: it runs at evaluations, and there is no validation data", name_of(self))
+
+    def on_train_end(self, trainer: TrainerLike) -> None:
+        if not self._evaluations and trainer.val_dataloader is not None:
+            logger.warning("%s has done nothing: it runs at evaluations, and there was none", name_of(self))
+
     def is_due(self) -> bool:
         """Count an evaluation; whether it is an N-th one."""
         self._evaluations += 1
