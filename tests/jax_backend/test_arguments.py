@@ -353,7 +353,12 @@ def test_a_subclass_with_more_fields():
         ({"logging_steps": 0}, "logging_steps to be a positive number of steps"),
         ({"save_steps": "1fortnight"}, "save_steps"),
         ({"metric_for_best_model": "accuracy"}, "an evaluation_strategy with metric_for_best_model"),
-        ({"resume": True}, "resume to be a string or None, received True. Pass 'auto'"),
+        ({"scheduler_kwargs": 3}, "scheduler_kwargs to be a dict, received 3"),
+        ({"optimizer_kwargs": "x"}, "optimizer_kwargs to be a dict, received 'x'"),
+        ({"ids_to_pop_from_dataset": "x"}, "ids_to_pop_from_dataset to be a list or None, received 'x'"),
+        ({"greater_is_better": "yes"}, "greater_is_better to be True, False or None, received 'yes'"),
+        ({"project": None}, "project to be a string, received None"),
+        ({"resume": True}, "resume to be a string or None, received True"),
     ],
 )
 def test_invalid_values_are_refused(given, words):

@@ -190,6 +190,8 @@ def test_invalid_arguments_are_refused(folder, tmp_path):
         ({"loss_type": ["sigmoid", "simpo"]}, "'simpo' to be the only"),
         ({"loss_type": ["sft"]}, "loss_type to be one of"),
         ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "one number for each"),
+        ({"loss_type": 3}, "loss_type to be a string or a list, received 3"),
+        ({"loss_weights": 3.0}, "loss_weights to be a list or None"),
         ({"loss_type": "ipo", "f_divergence_type": "forward_kl"}, "f_divergence_type='reverse_kl' with 'ipo'"),
     ):
         with pytest.raises(BadArgument, match=words):

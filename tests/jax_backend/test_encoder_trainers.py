@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from encoder_toys import randomised
+from flax import nnx
 from jax_toys import Crash, CrashAt, losses
 from text_trainer_toys import batch_of, devices, torch_run, trainer_of
 
@@ -314,9 +315,11 @@ def test_arguments_that_mean_nothing_are_refused(words, bert_folder, tmp_path):
     config = T5Config(vocab_size=320, **SMALL, eos_token_id=5)
     with pytest.raises(BadArgument, match="eos_token_id"):
         seq2seq(config, tmp_path, toys.digit_pairs(4), options={"processing_class": toys.reading_tokenizer()})
+    with pytest.raises(BadArgument, match="a causal language model"):
+        SFTTrainer(SFTConfig(output_dir="run", log="none"), bert_folder, train_dataset=TEXTS)
     packed = SFTConfig(output_dir="run", packing=True, log="none")
     with pytest.raises(BadArgument, match="supports packing"):
-        SFTTrainer(packed, bert_folder, train_dataset=TEXTS)
+        SFTTrainer(packed, lambda rngs: nnx.Linear(4, 4, rngs=rngs), processing_class=words, train_dataset=TEXTS)
     with pytest.raises(DataError, match="at least two classes"):
         classifier(tiny, tmp_path, [{"text": "the", "label": 0}], options={"processing_class": words})
     data = labelled("multi")

@@ -291,6 +291,27 @@ def test_options_that_cannot_work_are_refused(trainer):
             trainer.generate("the", 2, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"generation_prompts": 3}, "generation_prompts to be a list or None"),
+        ({"generation_prompts": ["a", 3]}, "texts or messages to complete"),
+        ({"generation_temperature": "hot"}, "temperature to be a number, received 'hot'"),
+        ({"generation_top_p": True}, "top_p to be a number"),
+        ({"generation_config_overrides": 3}, "generation_config_overrides to be a dict or None"),
+        ({"generation_do_sample": "yes"}, "generation_do_sample to be True, False or None"),
+    ],
+)
+def test_options_of_previews_of_the_wrong_type_are_refused(options, message):
+    with pytest.raises(BadArgument, match=message):
+        SFTConfig(generation_interval=1, **{"generation_prompts": ["a"], **options})
+
+
+def test_prompts_without_an_interval_have_no_effect_which_is_said(caplog):
+    SFTConfig(generation_prompts=["a"])
+    assert "no effect without generation_interval" in caplog.text
+
+
 def test_previews_sample_as_easydel_does(folder, tmp_path, caplog):
     caplog.set_level("INFO")
     options = {

@@ -175,7 +175,7 @@ def test_the_collect_function_collates_the_batches():
         ({}, "Expected training data, received none"),
         ({"dataset_train": samples(8), "model": None}, "a model to train"),
         ({"dataset_train": samples(8), "train_dataset": samples(8)}, "received both"),
-        ({"dataset_train": samples(8), "model": Mlp}, "a function of nnx.Rngs that builds one"),
+        ({"dataset_train": samples(8), "model": Mlp}, r"Pass a function that builds it: lambda rngs: Mlp\(rngs\)"),
     ],
 )
 def test_missing_inputs_raise_at_construction(options, message):

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ from trainformer.core.errors import BadArgument, did_you_mean, expected
 from trainformer.engine.cadence import Cadence
 from trainformer.jax.aliases import ALIASES, SETTINGS, default_of, resolve_aliases
 from trainformer.jax.batch_sizes import BatchSizes, resolve_batch_sizes
+from trainformer.jax.field_types import check_types
 from trainformer.jax.limits import SaveInterval, TimeLimit, parse_duration
 from trainformer.jax.serialization import JsonArguments
 from trainformer.models.jax.attention_kernels import KERNELS
@@ -45,6 +46,7 @@ class _Arguments(type):
         kwargs = resolve_aliases(kwargs, known, cls.__name__)
         made = super().__call__(**kwargs)
         made.passed = frozenset(kwargs)
+        check_types(made)
         made.check()
         return made
 
@@ -63,7 +65,7 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
     )
 
     _: KW_ONLY
-    model_name: str = "trainformer"
+    model_name: str | None = "trainformer"
     output_dir: str | None = None  # None: runs/<name>
 
     # Training
@@ -147,8 +149,12 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
                 setattr(self, field.name, os.fspath(value))
             elif isinstance(value, str) and hasattr(value, "value"):
                 setattr(self, field.name, str(value.value))  # a member of an enum
-        self.scheduler_kwargs = dict(self.scheduler_kwargs or {})
-        self.optimizer_kwargs = dict(self.optimizer_kwargs or {})
+        for name in ("scheduler_kwargs", "optimizer_kwargs"):
+            value = getattr(self, name)
+            setattr(self, name, dict(value or {}) if isinstance(value, Mapping | None) else value)
+        for name in ("evaluation_strategy", "save_strategy"):
+            value = getattr(self, name)
+            setattr(self, name, "no" if value is None or value is False else value)
         axes = self.sharding_array
         if isinstance(axes, (tuple, list)):
             # The axis for experts is dropped if its size is 1.
@@ -162,7 +168,8 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
             self.frozen_parameters = list(self.frozen_parameters)
         if self.max_evaluation_steps == -1:
             self.max_evaluation_steps = None
-        self.ids_to_pop_from_dataset = list(self.ids_to_pop_from_dataset or []) or None
+        if isinstance(self.ids_to_pop_from_dataset, (tuple, set, list)):
+            self.ids_to_pop_from_dataset = list(self.ids_to_pop_from_dataset) or None
         if self.tx_mu_dtype is not None:
             self.tx_mu_dtype = _dtype_name("tx_mu_dtype", self.tx_mu_dtype)
 
@@ -218,10 +225,6 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
             self._integer("unroll_layers", 1, more=", True or None")
 
     def _check_choices(self) -> None:
-        self._flag("use_fast_kernels", "packing", "shuffle", "drop_last", "do_eval", "save_async")
-        for name in ("train_on_inputs", "greater_is_better"):
-            if getattr(self, name) not in (None, True, False):
-                raise BadArgument(expected(f"{name} to be True, False or None", getattr(self, name)))
         if self.attention_kernel not in KERNELS:
             do = did_you_mean(str(self.attention_kernel), KERNELS)
             raise BadArgument(
@@ -232,10 +235,6 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
             raise BadArgument(expected("attention_kernel='xla' with use_fast_kernels=False", self.attention_kernel, do))
         if self.nonfinite not in ("raise", "skip"):
             raise BadArgument(expected("nonfinite to be 'raise' or 'skip'", self.nonfinite))
-        for name in ("output_dir", "resume", "run_name", "trainer_prefix", "metric_for_best_model"):
-            if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
-                do = "Pass 'auto', a path, or None to start from scratch." if name == "resume" else ""
-                raise BadArgument(expected(f"{name} to be a string or None", getattr(self, name), do))
         for name in ("output_dir", "resume"):
             check_local(name, getattr(self, name))
         for name in ("logging_steps", "save_steps", "eval_steps"):
@@ -250,7 +249,6 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
                 self.save_steps = f"{minutes}min"
         for strategy, steps in (("evaluation_strategy", "eval_steps"), ("save_strategy", "save_steps")):
             value = getattr(self, strategy)
-            value = "no" if value is None or value is False else value
             if value not in ("no", "steps", "epoch"):
                 raise BadArgument(expected(f"{strategy} to be 'no', 'steps' or 'epoch'", value))
             if strategy not in self.passed and steps in self.passed:
@@ -291,11 +289,6 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         if not is_number or not fits(value):
             raise BadArgument(expected(f"{name} to be {words}", value))
-
-    def _flag(self, *names: str) -> None:
-        for name in names:
-            if not isinstance(getattr(self, name), bool):
-                raise BadArgument(expected(f"{name} to be True or False", getattr(self, name)))
 
     def __getattr__(self, name: str) -> Any:
         """Arguments under their other names; those without a counterpart here read as their defaults."""

@@ -76,7 +76,6 @@ class DPOConfig(AnswerArguments):
         self._weight("gamma")
         self._number("label_smoothing", lambda v: 0 <= v < 0.5, "at least 0 and below 0.5")
         self._number("f_alpha_divergence_coef", lambda v: True, "a number")
-        self._flag("reference_free")
         check_choice("f_divergence_type", self.f_divergence_type, DIVERGENCES)
         for loss in self.losses:
             self._check_options(loss)

@@ -83,7 +83,6 @@ class GRPOConfig(TextArguments):
         self._weight("beta")
         self._number("epsilon", lambda v: 0 < v < 1, "greater than 0 and less than 1")
         self._number("top_entropy_quantile", lambda v: 0 < v <= 1, "greater than 0, at most 1")
-        self._flag("unbiased_kl", "mask_truncated_completions", "skip_zero_variance")
         if self.epsilon_high is not None:
             self._positive("epsilon_high")
         if self.delta is not None:

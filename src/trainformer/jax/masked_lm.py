@@ -56,9 +56,6 @@ class MaskedLMConfig(TextArguments):
         super().check()
         self.dataset_text_field = self.dataset_text_field or "text"
         self._number("mask_prob", lambda v: 0 < v < 1, "between 0 and 1, such as 0.15")
-        self._flag("whole_word")
-        if self.eval_packing not in (None, True, False):
-            raise BadArgument(expected("eval_packing to be True, False or None", self.eval_packing))
         do = "Masked language models are trained on texts, which are split where they are too long."
         refuse_values(self, do, prompt_template=(None,), train_on_inputs=(None,), truncation=("auto", "split"))
 

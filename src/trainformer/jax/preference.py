@@ -29,7 +29,6 @@ class AnswerArguments(TextArguments):
 
     def check(self) -> None:
         super().check()
-        self._flag("disable_dropout")
         if self.packing:
             raise BadArgument("Expected packing=False, received True. Answers cannot be packed: leave it out.")
         if self.train_on_inputs:

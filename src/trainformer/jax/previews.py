@@ -49,7 +49,9 @@ class PreviewArguments(TrainingArguments):
         prompts = self.generation_prompts or ()
         are_prompts = all((isinstance(each, str) and each) or is_conversation(each) for each in prompts)
         asked = bool(prompts) or self.generation_use_train_prompts
-        if self.generation_interval is not None and not (are_prompts and asked):
+        if self.generation_interval is None and asked:
+            logger.warning("generation prompts have no effect without generation_interval")
+        if not are_prompts or (self.generation_interval is not None and not asked):
             do = "Pass generation_prompts=['...'], or generation_use_train_prompts=True."
             what = "texts or messages to complete with generation_interval"
             raise BadArgument(expected(what, self.generation_prompts, do))

@@ -62,7 +62,6 @@ class Seq2SeqConfig(TextArguments):
         if not isinstance(self.prefix, str):
             raise BadArgument(expected("prefix to be a text", self.prefix))
         self._number("label_smoothing", lambda v: 0 <= v < 1, "at least 0 and below 1")
-        self._flag("generate_metrics")
         refuse_values(self, "Pass max_source_length and max_target_length.", max_sequence_length=(None,))
         do = "Records are pairs of a source and a target, which are truncated if they are too long."
         fixed: dict[str, Any] = {"prompt_template": (None,), "train_on_inputs": (None,), "packing": (False,)}

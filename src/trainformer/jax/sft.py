@@ -44,13 +44,8 @@ class SFTConfig(TextArguments):
         super().check()
         self.dataset_text_field = self.dataset_text_field or "text"
         self._integer("num_of_sequences", 1)
-        if self.eval_packing not in (None, True, False):
-            raise BadArgument(expected("eval_packing to be True, False or None", self.eval_packing))
-        if self.completion_only_loss not in (None, True, False):
-            raise BadArgument(expected("completion_only_loss to be True, False or None", self.completion_only_loss))
         self._number("label_smoothing", lambda v: 0 <= v < 1, "at least 0 and below 1")
         self._weight("z_loss")
-        self._flag("assistant_only_loss")
         asked = {
             "train_on_inputs": {None: None, True: "all", False: "assistant"}[self.train_on_inputs],
             "completion_only_loss": {None: None, True: "completion", False: "all"}[self.completion_only_loss],

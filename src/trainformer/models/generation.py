@@ -54,6 +54,11 @@ class SamplingOptions:
         check_count("max_new_tokens", self.max_new_tokens)
         if self.top_k is not None:
             check_count("top_k", self.top_k)
+        numbers = {name: getattr(self, name) for name in ("temperature", "top_p", "repetition_penalty", "min_p")}
+        for name, value in numbers.items():
+            may_be_none = name == "min_p" and value is None
+            if not may_be_none and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise BadArgument(expected(f"{name} to be a number", value))
         if not 0 <= self.temperature < float("inf"):
             raise BadArgument(expected("temperature to be 0 (greedy) or more", self.temperature))
         if not 0 < self.top_p <= 1:
