@@ -190,7 +190,7 @@ def test_wrong_inputs_and_configs_are_refused(tmp_path):
         model(np.ones((1, 21), np.int32))
     with pytest.raises(BadArgument, match="no token types"):
         model(np.ones((1, 4), np.int32), token_type_ids=np.ones((1, 4), np.int32))
-    with pytest.raises(BadArgument, match="num_labels for a classifier only"):
+    with pytest.raises(BadArgument, match="a classifier for num_labels"):
         load_model(tmp_path, num_labels=3)
     with pytest.raises(BadArgument, match="head to be one of"):
         load_model(tmp_path, head="regression")

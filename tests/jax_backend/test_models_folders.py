@@ -166,7 +166,7 @@ def test_invalid_folders_are_refused(copied, tmp_path):
         load_model("someone/no-such-model")
     with pytest.raises(BadArgument, match="a model for ViT"):
         ViT.from_pretrained(copied)
-    with pytest.raises(BadArgument, match="num_labels for a classifier only"):
+    with pytest.raises(BadArgument, match="a classifier for num_labels"):
         load_model(copied, num_labels=3)
     (copied / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(DataError, match="damaged"):

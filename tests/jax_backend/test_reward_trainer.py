@@ -7,6 +7,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from flax import nnx
 from jax_model_toys import save_random
 from step_zero import ON_TORCH, ONE_STEP, assert_same_gradients, assert_same_metrics, metrics_of
 from text_trainer_toys import batch_of, devices, make_folder, trainer_of
@@ -15,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, MistralConfig, Qwen
 import text_toys as toys
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.jax import LoRAConfig, RewardConfig, RewardTrainer
-from trainformer.models.jax import DecoderConfig, load_model, save_model
+from trainformer.models.jax import Bert, BertConfig, DecoderConfig, load_model, save_model
 from trainformer.tasks.language.reward_model import RewardModel
 
 PAIRS = [{**pair, "margin": 0.1 * (number % 3)} for number, pair in enumerate(toys.preferences())]
@@ -166,6 +167,10 @@ def test_random_weights_and_what_is_refused(folder, tmp_path):
     decoder, tokenizer = load_model(tmp_path / "causal"), {"processing_class": toys.chat_tokenizer()}
     with pytest.raises(BadArgument, match="a reward model, or the folder of a decoder, received 'Decoder'"):
         reward(decoder, tmp_path, options=tokenizer)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    save_model(Bert(BertConfig(vocab_size=32, **sizes), rngs=nnx.Rngs(0)), tmp_path / "bert")
+    with pytest.raises(BadArgument, match="the folder of a decoder for RewardTrainer, received 'bert'"):
+        reward(tmp_path / "bert", tmp_path, options=tokenizer)
     with pytest.raises(DataError, match="preference"):
         reward(folder, tmp_path, [{"text": "nothing to compare"}])
     with pytest.raises(DataError, match="at most max_length tokens"):

@@ -104,7 +104,7 @@ def _read_images(name: str) -> LabelledImages:
     if name not in _IMAGES:
         known = f"Built-in datasets: {', '.join(map(repr, builtin_names()))}."
         do = f"{did_you_mean(name, _IMAGES)} {known}".strip()
-        raise BadArgument(expected("the name of a built-in dataset", name, do))
+        raise BadArgument(expected("a path that exists, or the name of a built-in dataset", name, do))
     return _IMAGES[name]()
 
 

@@ -28,7 +28,8 @@ from trainformer.jax.preference import AnswerArguments
 from trainformer.jax.text_trainer import LoRAConfig, TextArguments, TextTrainer, refuse_values, valid_rows
 from trainformer.losses.jax.preference import reward_model_loss
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
-from trainformer.models.jax.huggingface import check_family
+from trainformer.models.jax.families.family import SCORED
+from trainformer.models.jax.huggingface import check_family, find_folder, read_model_config
 from trainformer.models.jax.reward import RewardModel, last_tokens, scored
 
 _HEAD = "score"
@@ -87,7 +88,11 @@ class RewardTrainer(TextTrainer):
         return lambda rngs: RewardModel(config, rngs=rngs)
 
     def read_folder(self, folder: str | Path, **options: Any) -> nnx.Module:
-        model: Any = super().read_folder(folder, **{"num_labels": 1, "seed": self.arguments.seed, **options})
+        path = find_folder(folder)
+        kind = read_model_config(path, scored=True)[1].model_type
+        if not kind.endswith(SCORED):
+            raise BadArgument(expected(f"the folder of a decoder for {type(self).__name__}", kind))
+        model: Any = super().read_folder(path, **{"num_labels": 1, "seed": self.arguments.seed, **options})
         if isinstance(model, RewardModel):
             model.config = scored(model.config, self.pad_id)
         return model

@@ -89,7 +89,7 @@ def _with_head(config: Any, family: Family, head: str | None, num_labels: int | 
             if name == "head":
                 what = f"an encoder (BERT, RoBERTa or DistilBERT) for head={head!r}"
                 raise BadArgument(expected(what, config.model_type))
-            raise BadArgument(expected(f"{name} for a classifier only", config.model_type, "Leave it out."))
+            raise BadArgument(expected(f"a classifier for {name}", config.model_type, "Leave it out."))
     if num_labels is not None and num_labels != config.num_labels and hasattr(config, "label_names"):
         changes["label_names"] = None
     return replace(config, **changes), family.head(replace(config, **changes)) if changes else ()
