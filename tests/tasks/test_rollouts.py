@@ -279,3 +279,34 @@ def test_the_command_line_takes_a_function_in_a_file(tmp_path):
     lines = [json.loads(line) for line in Path("run/records.jsonl").read_text().splitlines()]
     samples = next(line["samples"] for line in lines if line["kind"] == "text")
     assert all(sample["reward"] == -sample["tokens"] for sample in samples)
+
+
+CONFIG = """\
+trainer:
+  type: trainformer.Trainer
+  task: {type: trainformer.tasks.GRPO, model_name: model, rewards: "short_rewards.py:short", max_completion_length: 4,
+         num_generations: 2, cache_dir: tokens}
+  data: prompts.jsonl
+  run_dir: runs/short
+  max_steps: 1
+  batch_size: 2
+  device: cpu
+  log: none
+"""
+
+
+def test_a_config_needs_trust_in_the_function_of_a_file_before_the_run(capsys):
+    toys.model(torch.float32).save_pretrained("model")
+    text_toys.chat_tokenizer().save_pretrained("model")
+    Path("prompts.jsonl").write_text("\n".join(json.dumps(record) for record in PROMPTS))
+    Path("short_rewards.py").write_text(
+        "def short(completion_ids):\n    return [-len(ids) for ids in completion_ids]\n"
+    )
+    Path("short.yaml").write_text(CONFIG)
+    for trust, message in (([], "was not approved yet"), (["--trust", "short_rewards.py"], "Write short_rewards.")):
+        assert app.main(["run", "short.yaml", *trust]) == 1
+        assert message in " ".join(capsys.readouterr().err.split())
+        assert not Path("runs").exists()
+    assert app.main(["run", "short.yaml", "--trust", "short_rewards"]) == 0
+    lines = [json.loads(line) for line in Path("runs/short/records.jsonl").read_text().splitlines()]
+    assert next(line["samples"] for line in lines if line["kind"] == "text")

@@ -64,7 +64,7 @@ def materialize(
 
 
 #: What the config that is being built trusts: it holds for the projects that it builds parts of.
-TRUST: ContextVar[tuple[str, ...]] = ContextVar("TRUST", default=())
+TRUST: ContextVar[tuple[str, ...] | None] = ContextVar("TRUST", default=None)
 
 
 def _root_of(value: Any) -> Config | None:

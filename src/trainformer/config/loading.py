@@ -121,6 +121,8 @@ def checked_trust(trust: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         if not isinstance(name, str) or not all(word.isidentifier() for word in name.split(".")):
             raise BadArgument(expected("the name of a package to trust", name))
+        if name.endswith(".py"):
+            raise BadArgument(expected("the name of a module to trust, not its file", name, f"Write {name[:-3]}."))
     return names
 
 

@@ -88,6 +88,11 @@ class Importer:
         self._permit_thing(thing, target, place)
         return thing
 
+    def check(self, target: str) -> None:
+        """Refuse a path whose code may not be imported. Nothing is imported, but the user may be asked."""
+        words = self._words(target, None)[1]
+        self._permit(words[0], ".".join(words), target, None)
+
     def check_arguments(self, call: Call, named: Mapping[str, Any], others: Sequence[Any]) -> None:
         """Refuse arguments that make a function run code it loads, also in nested dictionaries."""
         if not lies_in(call.title.replace(":", "."), self.trust):  # what is trusted always has to be named for this

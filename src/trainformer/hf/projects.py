@@ -45,7 +45,7 @@ def from_project(
     >>> from_project(str(folder), names=["a", "b"])
     2
     """
-    project = Project(config_template, project_dir, trust=TRUST.get(), **(pp_kwargs or {}))
+    project = Project(config_template, project_dir, trust=TRUST.get() or (), **(pp_kwargs or {}))
     if pp_debug:
         logger.info("config %s of the project %s:\n%s", project.config_name, project_dir, project.pp_config)
     return project(targets if isinstance(targets, str) else list(targets), **variables)

@@ -23,11 +23,13 @@ class RewardFunctions:
     """Scores completions with one or several functions, each with a name and a weight.
 
     `rewards` is a function, ``"file.py:name"`` of a function in the working directory, a list of these, or a mapping
-    from names to them. Functions in files are imported when the first completion is scored.
+    from names to them. Functions in files are imported when the first completion is scored; in a config their code has
+    to be trusted before.
     """
 
     def __init__(self, rewards: Any, weights: Sequence[float] | None = None) -> None:
         self.given = _named(rewards)
+        self._trust = _trust_of_config([given for given in self.given.values() if _is_in_file(given)])
         self.names = list(self.given)
         self.weights = _checked_weights(weights, self.names)
         self._functions: dict[str, RewardFunction] = {}
@@ -62,7 +64,7 @@ class RewardFunctions:
 
     def _function(self, name: str) -> RewardFunction:
         given = self.given[name]
-        return import_function(given) if isinstance(given, str) and is_function_path(given) else given
+        return import_function(given, self._trust) if _is_in_file(given) else given
 
 
 # -- ready functions ---------------------------------------------------------------------------------------
@@ -113,15 +115,35 @@ def module_of(text: str) -> str:
     return ".".join(path.with_suffix("").parts)
 
 
-def import_function(text: str) -> Any:
+def import_function(text: str, trust: Sequence[str] = ()) -> Any:
     """The function that ``"file.py:name"`` names, if its code may be imported (see docs/security.md)."""
     from trainformer.config.registry import Registry
     from trainformer.config.trust import Importer
 
-    found = Importer(Registry()).find(f"{module_of(text)}:{text.rpartition(':')[2]}")
+    found = Importer(Registry(), trust).find(_target(text))
     if not callable(found):
         raise BadArgument(expected(f"{text!r} to name a function", type(found).__name__))
     return found
+
+
+def _target(text: str) -> str:
+    return f"{module_of(text)}:{text.rpartition(':')[2]}"
+
+
+def _is_in_file(reward: Any) -> bool:
+    return isinstance(reward, str) and is_function_path(reward)
+
+
+def _trust_of_config(functions: Sequence[str]) -> tuple[str, ...]:
+    """What the user trusts in the config that is being built, if any; raises if it does not include the functions."""
+    from trainformer.config.building import TRUST
+    from trainformer.config.registry import Registry
+    from trainformer.config.trust import Importer
+
+    trust = TRUST.get()
+    for text in functions if trust is not None else ():
+        Importer(Registry(), trust or ()).check(_target(text))
+    return trust or ()
 
 
 # -- arguments and results ---------------------------------------------------------------------------------
@@ -143,14 +165,14 @@ def _named(rewards: Any) -> dict[str, Any]:
         if isinstance(reward, type) or not (callable(reward) or isinstance(reward, str | Path)):
             what = f"the reward {name!r} to be a function, a reward model, or 'file.py:function'"
             raise BadArgument(expected(what, f"a {type(reward).__name__}: {reward!r}"))
-        if isinstance(reward, str) and is_function_path(reward):
+        if _is_in_file(reward):
             module_of(reward)
     return found
 
 
 def _name_of(reward: Any) -> str:
-    if isinstance(reward, str) and is_function_path(reward):
-        return reward.rpartition(":")[2]
+    if _is_in_file(reward):
+        return str(reward).rpartition(":")[2]
     if isinstance(reward, str | Path):
         return Path(reward).name
     return getattr(reward, "__name__", type(reward).__name__)
