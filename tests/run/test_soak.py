@@ -1,6 +1,7 @@
 """Long runs: nothing that a step, a log record, an evaluation or a save leaves behind may accumulate."""
 
 import gc
+import itertools
 import json
 import logging
 import os
@@ -62,10 +63,11 @@ def grown(early, late):
     return {kind: count for kind, count in late["objects"].items() if count > early["objects"].get(kind, 0)}
 
 
-def assert_flat(early, late):
+def assert_flat(*seen):
+    early, late = seen[-2:]
     assert not grown(early, late)
-    # There are 500 steps and 60 log records in between.
-    assert late["others"] < early["others"] + 100
+    # There are 500 steps and 60 log records in between. What else runs in this process may add some, once.
+    assert min(after["others"] - before["others"] for before, after in itertools.pairwise(seen)) < 100
     assert late["history"] == early["history"] == RECORDS
     assert late["open files"] <= early["open files"]
     assert late["threads"] <= early["threads"]
@@ -83,11 +85,11 @@ def test_a_long_run_does_not_grow(save_async, no_messages):
             float(loss)
 
         def on_save(self, trainer, path):
-            if trainer.state.step in (500, 1000):
+            if trainer.state.step in (500, 1000, 1500):
                 run_of(trainer).checkpointer.wait()
                 found, deadline = usage(path, trainer.state.log_history), time.monotonic() + 60
                 # The thread that has saved may still hold what it saved for a moment.
-                while grown(self.seen.get(500, found), found) and time.monotonic() < deadline:
+                while grown(self.seen.get(trainer.state.step - 500, found), found) and time.monotonic() < deadline:
                     time.sleep(0.05)
                     found = usage(path, trainer.state.log_history)
                 self.seen[trainer.state.step] = found
@@ -95,13 +97,13 @@ def test_a_long_run_does_not_grow(save_async, no_messages):
     sampler = Sampler()
     options = {"log_every": 10, "eval_every": "50steps", "save_every": 50, "save_async": save_async, "run_dir": "run"}
     trainer = Trainer(
-        MeanTask(mlp(hidden=2)), classes(), val_data=classes(8), max_steps=1000, batch_size=2, log="none",
+        MeanTask(mlp(hidden=2)), classes(), val_data=classes(8), max_steps=1500, batch_size=2, log="none",
         num_workers=0, callbacks=[sampler], **options,
     )  # fmt: skip
     trainer.fit()
-    assert_flat(sampler.seen[500], sampler.seen[1000])
+    assert_flat(*sampler.seen.values())
     records = read_jsonl("run/metrics.jsonl")
-    assert len(records) == trainer.state.log_records == 1 + 100 + 20
+    assert len(records) == trainer.state.log_records == 1 + 150 + 30
     assert len(trainer.state.log_history) == RECORDS
     assert [r["step"] for r in trainer.state.log_history] == [r["step"] for r in records[-RECORDS:]]
 
