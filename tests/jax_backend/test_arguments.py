@@ -18,7 +18,7 @@ import pytest
 import trainformer.jax
 from trainformer.core.errors import BadArgument, MissingDependency
 from trainformer.engine.cadence import Cadence
-from trainformer.jax import TrainingArguments
+from trainformer.jax import DPOConfig, SFTConfig, TrainingArguments
 from trainformer.jax.aliases import ALIASES
 from trainformer.run.jax.run import JaxSettings
 
@@ -358,7 +358,8 @@ def test_a_subclass_with_more_fields():
         ({"ids_to_pop_from_dataset": "x"}, "ids_to_pop_from_dataset to be a list or None, received 'x'"),
         ({"greater_is_better": "yes"}, "greater_is_better to be True, False or None, received 'yes'"),
         ({"project": None}, "project to be a string, received None"),
-        ({"resume": True}, "resume to be a string or None, received True"),
+        ({"frozen_parameters": 3}, "frozen_parameters to be a string, a list or None, received 3"),
+        ({"resume": True}, "resume to be a string or None, received True. Pass 'auto'"),
     ],
 )
 def test_invalid_values_are_refused(given, words):
@@ -372,6 +373,12 @@ def test_positional_arguments_are_refused():
 
 
 # -- the package -------------------------------------------------------------------------------------------------
+
+
+def test_tuples_are_lists():
+    losses = DPOConfig(loss_type=("sigmoid", "sft"), loss_weights=(1.0, 0.2))
+    assert (losses.losses, losses.loss_weights) == (["sigmoid"], (1.0, 0.2))
+    assert SFTConfig(generation_interval=1, generation_prompts=("a",)).generation_prompts == ("a",)
 
 
 @pytest.mark.parametrize("package", ["jax", "flax", "optax"])

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import text_toys as toys
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.jax import DPOConfig, DPOTrainer
-from trainformer.jax.text_trainer import LoRAConfig
+from trainformer.jax.text_arguments import LoRAConfig
 from trainformer.models.jax import apply_lora, load_model, save_lora
 from trainformer.tasks.language.dpo import DPO
 

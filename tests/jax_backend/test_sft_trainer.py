@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import text_toys as toys
 from trainformer.core.errors import BadArgument, DataError
 from trainformer.jax import SFTConfig, SFTTrainer, TrainingArguments
-from trainformer.jax.text_trainer import LoRAConfig
+from trainformer.jax.text_arguments import LoRAConfig
 from trainformer.models.jax import DecoderConfig
 from trainformer.run import run_of
 from trainformer.tasks import CausalLM

@@ -266,13 +266,16 @@ def test_a_function_in_a_file_is_imported_when_it_is_needed(tmp_path, monkeypatc
     assert task.config_dict()["rewards"] == "my_rewards.py:short"
 
 
-def test_the_command_line_takes_a_function_in_a_file(tmp_path):
+def write_files(rewards):
+    """A model, its prompts, and a file with a reward function, in the working directory."""
     toys.model(torch.float32).save_pretrained("model")
     text_toys.chat_tokenizer().save_pretrained("model")
     Path("prompts.jsonl").write_text("\n".join(json.dumps(record) for record in PROMPTS))
-    Path("typed_rewards.py").write_text(
-        "def short(completion_ids):\n    return [-len(ids) for ids in completion_ids]\n"
-    )
+    Path(rewards).write_text("def short(completion_ids):\n    return [-len(ids) for ids in completion_ids]\n")
+
+
+def test_the_command_line_takes_a_function_in_a_file(tmp_path):
+    write_files("typed_rewards.py")
     words = ["--task=GRPO", "--model=./model", "--data=prompts.jsonl", "--rewards=typed_rewards.py:short", "--log=none"]
     words += ["--max-completion-length=4", "--num-generations=2", "--max-steps=1", "--batch-size=2", "--run-dir=run"]
     app.main(["train", *words, "--device=cpu", f"--cache-dir={tmp_path / 'tokens'}"])
@@ -296,12 +299,7 @@ trainer:
 
 
 def test_a_config_needs_trust_in_the_function_of_a_file_before_the_run(capsys):
-    toys.model(torch.float32).save_pretrained("model")
-    text_toys.chat_tokenizer().save_pretrained("model")
-    Path("prompts.jsonl").write_text("\n".join(json.dumps(record) for record in PROMPTS))
-    Path("short_rewards.py").write_text(
-        "def short(completion_ids):\n    return [-len(ids) for ids in completion_ids]\n"
-    )
+    write_files("short_rewards.py")
     Path("short.yaml").write_text(CONFIG)
     for trust, message in (([], "was not approved yet"), (["--trust", "short_rewards.py"], "Write short_rewards.")):
         assert app.main(["run", "short.yaml", *trust]) == 1

@@ -24,7 +24,7 @@ _lazy, __dir__, __all__ = lazy_exports(
             "TrainerConfigureFunctionOutput",
             "TrainerConfigureModelOutput",
         ],
-        "trainformer.jax.text_trainer": ["LoRAConfig"],
+        "trainformer.jax.text_arguments": ["LoRAConfig"],
         "trainformer.jax.sft": ["SFTConfig", "SFTTrainer"],
         "trainformer.jax.masked_lm": ["MaskedLMConfig", "MaskedLMTrainer"],
         "trainformer.jax.text_classification": ["SequenceClassificationConfig", "SequenceClassificationTrainer"],

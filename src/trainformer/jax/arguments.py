@@ -137,7 +137,9 @@ class TrainingArguments(JsonArguments, metaclass=_Arguments):
     save_async: bool = False
     metric_for_best_model: str | None = None
     greater_is_better: bool | None = None  # None: inferred from the name
-    resume: str | None = "auto"  # auto, a path, or None to start from scratch
+    resume: str | None = dataclasses.field(
+        default="auto", metadata={"do": "Pass 'auto', a path, or None to start from scratch."}
+    )
 
     passed: frozenset[str] = dataclasses.field(default=frozenset(), init=False, repr=False, compare=False)
 

@@ -330,10 +330,8 @@ class BaseTrainer(TrainerHooks, JaxTrainerApi, BaseTrainerProtocol):
         do = "Pass a module, a function of nnx.Rngs that builds one, or a folder; or override configure_model."
         kind = "nothing" if model is None else type(model).__name__
         if isinstance(model, type):
-            kind, do = (
-                f"the class {model.__name__}",
-                f"Pass a function that builds it: lambda rngs: {model.__name__}(rngs).",
-            )
+            kind = f"the class {model.__name__}"
+            do = f"Pass a function that builds it: lambda rngs: {model.__name__}(rngs)."
         raise BadArgument(expected("a model to train", kind, do))
 
     def read_folder(self, folder: str | Path, **options: Any) -> nnx.Module:

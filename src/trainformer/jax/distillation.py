@@ -32,7 +32,8 @@ from trainformer.jax.base_trainer import BaseTrainer
 from trainformer.jax.preference import model_before_training, recorded_model
 from trainformer.jax.reference import ReferenceDigest, params_digest, without_adapter
 from trainformer.jax.sft import SFTConfig, SFTTrainer
-from trainformer.jax.text_trainer import POSITION_INPUTS, TextArguments, perplexity, valid_labels
+from trainformer.jax.text_arguments import TextArguments
+from trainformer.jax.text_trainer import POSITION_INPUTS, perplexity, valid_labels
 from trainformer.jax.trainer_protocol import TrainerConfigureModelOutput
 from trainformer.losses.jax.divergence import (
     DistillationSums,

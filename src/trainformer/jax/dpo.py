@@ -24,7 +24,8 @@ from trainformer.core.types import Loss
 from trainformer.data.text.collate import pair_batch
 from trainformer.data.text.prepare import PairEncoder, Pairs, preference_tokens
 from trainformer.jax.preference import AnswerArguments, ReferenceTrainer
-from trainformer.jax.text_trainer import TextArguments, valid_labels, valid_rows
+from trainformer.jax.text_arguments import TextArguments
+from trainformer.jax.text_trainer import valid_labels, valid_rows
 from trainformer.losses.jax.preference import (
     DIVERGENCES,
     OF_MARGIN,

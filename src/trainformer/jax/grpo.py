@@ -51,7 +51,8 @@ from trainformer.jax.rollouts import (
     token_rows,
     whole_seeds,
 )
-from trainformer.jax.text_trainer import TextArguments, TextTrainer
+from trainformer.jax.text_arguments import TextArguments
+from trainformer.jax.text_trainer import TextTrainer
 from trainformer.jax.trainer_protocol import TrainerConfigureFunctionOutput, TrainerConfigureModelOutput
 from trainformer.jax.validation import mixture_sources
 from trainformer.losses.jax.policy import TokenScores, policy_loss, token_scores

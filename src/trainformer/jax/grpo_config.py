@@ -8,7 +8,7 @@ from typing import Any
 
 from trainformer.backends.jax.optimizers import make_optimizer
 from trainformer.core.errors import BadArgument, check_choice, check_count, expected
-from trainformer.jax.text_trainer import TextArguments
+from trainformer.jax.text_arguments import TextArguments
 from trainformer.losses.jax.policy import POLICY_VARIANTS
 from trainformer.models.generation import SamplingOptions
 

@@ -23,7 +23,8 @@ from trainformer.core.types import Loss
 from trainformer.data.text.collate import token_batch
 from trainformer.data.text.preferences import Unpaired, UnpairedEncoder, check_balance, unpaired_tokens
 from trainformer.jax.preference import AnswerArguments, ReferenceTrainer
-from trainformer.jax.text_trainer import TextArguments, valid_rows
+from trainformer.jax.text_arguments import TextArguments
+from trainformer.jax.text_trainer import valid_rows
 from trainformer.losses.jax.preference import KTO_VARIANTS, kto_loss
 
 _INPUTS = ("input_ids", "labels")

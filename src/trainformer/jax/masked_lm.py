@@ -22,14 +22,8 @@ from trainformer.data.text.prepare import has_tokens
 from trainformer.data.text.records import StandardRecords, TextDataset
 from trainformer.data.text.sources import load_text
 from trainformer.data.text.store import tokenize
-from trainformer.jax.text_trainer import (
-    TextArguments,
-    TextTrainer,
-    build_model,
-    perplexity,
-    refuse_values,
-    valid_labels,
-)
+from trainformer.jax.text_arguments import TextArguments, refuse_values
+from trainformer.jax.text_trainer import TextTrainer, build_model, perplexity, valid_labels
 from trainformer.losses.jax.tokens import RowSums, row_sums
 from trainformer.models.jax.bert import Bert, BertConfig
 from trainformer.models.jax.huggingface import check_family

@@ -17,7 +17,8 @@ from trainformer.checkpointing.tools.jax_models import TrainerRecord
 from trainformer.core.errors import BadArgument, DataError, expected
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.reference import ReferenceDigest, ScoredAnswers, Scorer, load_reference, refuse_replaced_layers
-from trainformer.jax.text_trainer import TextArguments, TextTrainer
+from trainformer.jax.text_arguments import TextArguments
+from trainformer.jax.text_trainer import TextTrainer
 from trainformer.jax.trainer_protocol import TrainerConfigureModelOutput
 
 

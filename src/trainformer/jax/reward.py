@@ -25,7 +25,8 @@ from trainformer.data.text.encode import Encoder
 from trainformer.data.text.preferences import RewardEncoder, not_scored, reward_tokens, scored_examples
 from trainformer.data.text.sources import records_of
 from trainformer.jax.preference import AnswerArguments
-from trainformer.jax.text_trainer import LoRAConfig, TextArguments, TextTrainer, refuse_values, valid_rows
+from trainformer.jax.text_arguments import LoRAConfig, TextArguments, refuse_values
+from trainformer.jax.text_trainer import TextTrainer, valid_rows
 from trainformer.losses.jax.preference import reward_model_loss
 from trainformer.models.jax.decoder import Decoder, DecoderConfig
 from trainformer.models.jax.families.family import SCORED

@@ -25,15 +25,8 @@ from trainformer.data.text.records import StandardRecords
 from trainformer.data.text.source_target import PairDataset, PairEncoder, SourceEncoder, source_key
 from trainformer.data.text.sources import load_text, records_of
 from trainformer.data.text.store import tokenize
-from trainformer.jax.text_trainer import (
-    TextArguments,
-    TextTrainer,
-    build_model,
-    perplexity,
-    refuse_values,
-    valid_labels,
-    valid_rows,
-)
+from trainformer.jax.text_arguments import TextArguments, refuse_values
+from trainformer.jax.text_trainer import TextTrainer, build_model, perplexity, valid_labels, valid_rows
 from trainformer.losses.jax.tokens import IGNORE_INDEX, RowSums, row_sums
 from trainformer.models.jax.huggingface import check_family
 from trainformer.models.jax.t5 import T5, T5Config

@@ -21,7 +21,8 @@ from trainformer.data.text.prepare import causal_tokens
 from trainformer.data.text.records import TextDataset
 from trainformer.data.text.sources import load_text
 from trainformer.jax.arguments import TrainingArguments
-from trainformer.jax.text_trainer import TextArguments, TextTrainer, perplexity
+from trainformer.jax.text_arguments import TextArguments
+from trainformer.jax.text_trainer import TextTrainer, perplexity
 
 
 @dataclass(kw_only=True)

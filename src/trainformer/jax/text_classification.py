@@ -30,14 +30,8 @@ from trainformer.data.text.store import tokenize
 from trainformer.data.text.token_records import only_columns
 from trainformer.jax.arguments import TrainingArguments
 from trainformer.jax.recorded import NoTrainingData
-from trainformer.jax.text_trainer import (
-    LoRAConfig,
-    TextArguments,
-    TextTrainer,
-    build_model,
-    refuse_values,
-    valid_rows,
-)
+from trainformer.jax.text_arguments import LoRAConfig, TextArguments, refuse_values
+from trainformer.jax.text_trainer import TextTrainer, build_model, valid_rows
 from trainformer.losses.jax.tokens import IGNORE_INDEX, row_sums
 from trainformer.models.jax.bert import Bert, BertConfig
 from trainformer.models.jax.huggingface import check_family, find_folder, read_model_config

@@ -5,6 +5,7 @@ Never imports torch.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,10 +55,10 @@ class SamplingOptions:
         check_count("max_new_tokens", self.max_new_tokens)
         if self.top_k is not None:
             check_count("top_k", self.top_k)
-        numbers = {name: getattr(self, name) for name in ("temperature", "top_p", "repetition_penalty", "min_p")}
-        for name, value in numbers.items():
+        for name in ("temperature", "top_p", "repetition_penalty", "min_p"):
+            value = getattr(self, name)
             may_be_none = name == "min_p" and value is None
-            if not may_be_none and (isinstance(value, bool) or not isinstance(value, int | float)):
+            if not may_be_none and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
                 raise BadArgument(expected(f"{name} to be a number", value))
         if not 0 <= self.temperature < float("inf"):
             raise BadArgument(expected("temperature to be 0 (greedy) or more", self.temperature))

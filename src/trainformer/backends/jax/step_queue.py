@@ -29,9 +29,6 @@ class StepQueue:
         self._steps = QueuedSteps(execute)
         self._executions = self._executed = 0
 
-    def __len__(self) -> int:
-        return len(self._batches)
-
     def add(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Let the step of a batch wait, or have it executed. Returns its output, to be read whenever it is needed."""
         layout = tuple((name, array.shape, array.dtype) for name, array in batch.items())
@@ -59,7 +56,7 @@ class StepQueue:
         self._executed += len(batches)
         if self._executions == _TRIED and self._executed < 1.5 * _TRIED:
             logger.warning(
-                "steps_per_execution=%d has no effect: the weights or the loss are read after each step, by a callback "
-                "or for the log.", self._limit,
+                "steps_per_execution=%d has no effect: a callback or the log reads the weights or the loss after each "
+                "step, or batches have many shapes.", self._limit,
             )  # fmt: skip
         return state
